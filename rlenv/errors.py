@@ -1,0 +1,53 @@
+"""The exception tree. A caller's mistake is a `ValueError` that says what to type instead.
+
+RlenvError
+├── ConfigError (ValueError)        a setting that cannot work
+│   └── UnknownTaskError            no such task; names the nearest
+├── GroupError (RuntimeError)       every rollout failed: nothing to train on
+├── EngineError (RuntimeError)      the rollout engine cannot go on
+│   ├── EngineDeadError             its process died
+│   └── WeightUpdateError           weights that were sent are not the weights that serve
+└── LearnerError (RuntimeError)     the learner's process failed
+"""
+
+from __future__ import annotations
+
+
+class RlenvError(Exception):
+    """The root of every error that rlenv raises itself."""
+
+
+class ConfigError(RlenvError, ValueError):
+    """A setting that cannot work; the message says what to type instead."""
+
+
+class UnknownTaskError(ConfigError):
+    """No task has that id; the message names the nearest ones."""
+
+
+class GroupError(RlenvError, RuntimeError):
+    """Every rollout failed, so that there is nothing to train on."""
+
+
+class EngineError(RlenvError, RuntimeError):
+    """The rollout engine cannot go on."""
+
+
+class EngineDeadError(EngineError):
+    """The engine's process died; the message names the engine."""
+
+
+class WeightUpdateError(EngineError):
+    """The weights that were sent are not the weights that serve.
+
+    `version` is the update's, `what` the tensor or canary that disagreed, `size` by how much (nats for
+    a canary, values for a tensor).
+    """
+
+    def __init__(self, message: str, *, version: int, what: str, size: float) -> None:
+        super().__init__(message)
+        self.version, self.what, self.size = version, what, size
+
+
+class LearnerError(RlenvError, RuntimeError):
+    """The learner's process failed; the message carries its traceback."""
