@@ -5,6 +5,7 @@ Legend: B groups make a batch, `version` is the learner's (its count of optimize
 Admission: of the groups admitted and not dropped, number g is consumed at version g // B at the earliest. At
 version v a rollout may therefore start only while fewer than (v + η + 1) · B are admitted; with η = 0 that is
 exactly one batch a version. What waits, finished or not, never exceeds (η + 1) · B, which is the back-pressure.
+Nothing is started that the last batch would leave over.
 
 Consumption: a group may still be overtaken while it is slow, so each is measured again when it is taken. Its lag
 is the version that consumes it minus the oldest version that sampled any of its ids.
@@ -29,8 +30,8 @@ class GroupBuffer:
     `"stale"`, `"unproven"`, `"too few survivors"`.
     """
 
-    def __init__(self, batch_groups: int, staleness: int, prove: Prove) -> None:
-        self.batch_groups, self.staleness = batch_groups, staleness
+    def __init__(self, batches: int, batch_groups: int, staleness: int, prove: Prove) -> None:
+        self.batches, self.batch_groups, self.staleness = batches, batch_groups, staleness
         self.version = 0
         self.dropped: Counter[str] = Counter()
         self._prove = prove
@@ -101,7 +102,8 @@ class GroupBuffer:
         return self.version - oldest_version(group)
 
     def _room(self) -> int:
-        return (self.version + self.staleness + 1) * self.batch_groups - self._admitted
+        batches = min(self.version + self.staleness + 1, self.batches)
+        return batches * self.batch_groups - self._admitted
 
     def _batch_is_ready(self) -> bool:
         fresh = [group for group in self._ready if self.lag(group) <= self.staleness]

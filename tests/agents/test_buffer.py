@@ -38,7 +38,7 @@ async def blocks(coroutine) -> bool:
 
 def test_admission_allows_one_batch_per_version_within_the_bound() -> None:
     async def body() -> None:
-        buffer = GroupBuffer(batch_groups=3, staleness=1, prove=at_once)
+        buffer = GroupBuffer(batches=10_000, batch_groups=3, staleness=1, prove=at_once)
         for _ in range(6):
             assert await buffer.admit() == 0
         assert await blocks(buffer.admit())
@@ -52,7 +52,7 @@ def test_admission_allows_one_batch_per_version_within_the_bound() -> None:
 
 def test_a_bound_of_zero_still_makes_progress() -> None:
     async def body() -> None:
-        buffer = GroupBuffer(batch_groups=2, staleness=0, prove=at_once)
+        buffer = GroupBuffer(batches=10_000, batch_groups=2, staleness=0, prove=at_once)
         for version in range(5):
             for i in range(2):
                 await buffer.admit()
@@ -65,6 +65,16 @@ def test_a_bound_of_zero_still_makes_progress() -> None:
     asyncio.run(body())
 
 
+def test_nothing_starts_that_the_last_batch_would_leave_over() -> None:
+    async def body() -> None:
+        buffer = GroupBuffer(batches=2, batch_groups=3, staleness=5, prove=at_once)
+        for _ in range(6):
+            await buffer.admit()
+        assert await blocks(buffer.admit())
+
+    asyncio.run(body())
+
+
 def test_lag_counts_from_the_oldest_span_of_the_oldest_trajectory() -> None:
     mixed = Group(0, "t", 0, (trajectory("4", "5"), trajectory("3#2", "5")))
     assert oldest_version(mixed) == 3
@@ -72,7 +82,7 @@ def test_lag_counts_from_the_oldest_span_of_the_oldest_trajectory() -> None:
 
 def test_a_group_that_got_too_old_is_dropped_counted_and_replaced() -> None:
     async def body() -> None:
-        buffer = GroupBuffer(batch_groups=1, staleness=1, prove=at_once)
+        buffer = GroupBuffer(batches=10_000, batch_groups=1, staleness=1, prove=at_once)
         await buffer.admit()
         await buffer.admit()
         await buffer.put(group(0, "0"))
@@ -91,7 +101,7 @@ def test_a_group_that_got_too_old_is_dropped_counted_and_replaced() -> None:
 
 def test_the_oldest_group_is_consumed_first() -> None:
     async def body() -> None:
-        buffer = GroupBuffer(batch_groups=1, staleness=3, prove=at_once)
+        buffer = GroupBuffer(batches=10_000, batch_groups=1, staleness=3, prove=at_once)
         await buffer.advance(2)
         for g in (group(0, "2"), group(1, "1"), group(2, "1")):
             await buffer.admit()
@@ -109,7 +119,7 @@ def test_a_group_is_not_eligible_before_all_its_labels_are_proven() -> None:
             asked.append(set(labels))
             await proof.wait()
 
-        buffer = GroupBuffer(batch_groups=1, staleness=5, prove=prove)
+        buffer = GroupBuffer(batches=10_000, batch_groups=1, staleness=5, prove=prove)
         await buffer.advance(2)
         await buffer.admit()
         put = asyncio.create_task(buffer.put(group(0, "1", "2")))
@@ -127,7 +137,7 @@ def test_a_refuted_group_is_dropped_and_its_place_given_away() -> None:
         async def refuse(labels: Iterable[str]) -> None:
             raise WeightUpdateError("no", version=1, what="canary", size=1.0)
 
-        buffer = GroupBuffer(batch_groups=1, staleness=0, prove=refuse)
+        buffer = GroupBuffer(batches=10_000, batch_groups=1, staleness=0, prove=refuse)
         await buffer.admit()
         await buffer.put(group(0, "0"))
         assert buffer.dropped == {"unproven": 1}
@@ -139,7 +149,7 @@ def test_a_refuted_group_is_dropped_and_its_place_given_away() -> None:
 @pytest.mark.parametrize("size", [0, 1])
 def test_a_group_without_a_baseline_is_dropped_and_counted(size: int) -> None:
     async def body() -> None:
-        buffer = GroupBuffer(batch_groups=1, staleness=0, prove=at_once)
+        buffer = GroupBuffer(batches=10_000, batch_groups=1, staleness=0, prove=at_once)
         await buffer.admit()
         await buffer.put(group(0, "0", size=size))
         assert buffer.dropped == {"too few survivors": 1} and buffer.outstanding == 0
@@ -149,7 +159,7 @@ def test_a_group_without_a_baseline_is_dropped_and_counted(size: int) -> None:
 
 def test_finished_groups_never_exceed_the_bound_while_the_consumer_sleeps() -> None:
     async def body() -> None:
-        buffer = GroupBuffer(batch_groups=4, staleness=2, prove=at_once)
+        buffer = GroupBuffer(batches=10_000, batch_groups=4, staleness=2, prove=at_once)
 
         async def produce() -> None:
             for i in range(2000):
@@ -181,7 +191,7 @@ def test_no_schedule_of_slow_rollouts_consumes_a_group_over_the_bound(
     """Rollouts last `delays` ticks of a virtual clock; whatever the order, each consumed lag is within the bound."""
 
     async def body() -> None:
-        buffer = GroupBuffer(batch, staleness, at_once)
+        buffer = GroupBuffer(12, batch, staleness, at_once)
         lags: list[int] = []
 
         async def roll(id: int, version: int) -> None:
