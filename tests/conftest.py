@@ -1,0 +1,102 @@
+"""Tokenizers and engines that tests share: small, made in memory, no model and no network."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from rlenv.engine.scripted import Policy, ScriptedEngine
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+# Of Qwen3's type: a user's turn hides the thinking before it, a last answer always shows some, tools speak as users.
+THINKING = """
+{%- set seen = namespace(user=-1) -%}
+{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set seen.user = loop.index0 -%}{%- endif -%}{%- endfor -%}
+{%- for m in messages -%}
+{%- if m.role == 'assistant' -%}
+{%- set thought, answer = '', m.content -%}
+{%- if '</think>' in m.content -%}
+{%- set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\\n') -%}
+{%- set answer = m.content.split('</think>')[-1].lstrip('\\n') -%}
+{%- endif -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- if loop.index0 > seen.user and (loop.last or thought) -%}
+{{- '<think>\\n' + thought + '\\n</think>\\n\\n' -}}
+{%- endif -%}
+{{- answer + '<|im_end|>\\n' -}}
+{%- elif m.role == 'tool' -%}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}{{- '<|im_start|>user' -}}{%- endif -%}
+{{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' -}}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}{{- '<|im_end|>\\n' -}}{%- endif -%}
+{%- else -%}
+{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+CORPUS = ["user assistant system abc abc abcabc the answer is 42\n", "Question: what is 12 + 30?\n\nAnswer: 42 ok ok"]
+
+
+@pytest.fixture(scope="session")
+def char_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a printable character, ChatML, turns that end in <|im_end|> and a newline."""
+    vocabulary = {char: id for id, char in enumerate(string.printable + "²мπ≈✅🙂")}
+    backend = Tokenizer(models.WordLevel({**vocabulary, "<unk>": len(vocabulary)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<pad>", extra_special_tokens=["<|im_start|>"]
+    )
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def thinking_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE with a few merges and a template of Qwen3's type, which strips the thinking of earlier turns."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(CORPUS, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=["<|im_start|>"],
+    )
+    plain = ("<think>", "</think>", "<tool_response>", "</tool_response>")
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in plain])
+    tokenizer.chat_template = THINKING
+    return tokenizer
+
+
+@pytest.fixture(params=["char_tokenizer", "thinking_tokenizer"])
+def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
+    """Each of the two tokenizers in turn."""
+    tokenizer: PreTrainedTokenizerFast = request.getfixturevalue(request.param)
+    return tokenizer
+
+
+@pytest.fixture
+def scripted(char_tokenizer: PreTrainedTokenizerFast) -> Iterator[Callable[..., ScriptedEngine]]:
+    """`scripted(policy, **options)` starts a ScriptedEngine, on the character tokenizer unless told, and closes it."""
+    engines: list[ScriptedEngine] = []
+
+    def start(policy: Policy, *, tokenizer: Any = char_tokenizer, **options: Any) -> ScriptedEngine:
+        engines.append(ScriptedEngine(tokenizer, policy, **options))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
