@@ -1,0 +1,248 @@
+"""One weight update from pause to proof: a sender and a version go in, a report comes out, or one clear error.
+
+    sender      stage · fingerprint ─ start ───────── update ────────── finish ─ · · · · · · · ─ log-probs ─┐
+    engine      ···· serving ········ pause(keep) ··· load ··· label ·· resume ─ fingerprints ·· canaries ──┴─ verdict
+                                      └────────── the stall ──────────┘
+
+Nothing but the transfer itself lies between pause and resume. What was sampled meanwhile waits for the verdict.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from rlenv.engine.base import Manifest, PauseMode, UpdateReport, WeightSender
+from rlenv.engine.transfer.proof import CanaryResult, Ledger, Mismatch, WeightRows, check_canaries, check_fingerprints
+from rlenv.errors import ConfigError, EngineError, WeightUpdateError
+
+T = TypeVar("T")
+
+TRANSFER_DEADLINE_S = 120.0
+
+
+class Control(Protocol):
+    """What an update asks of an engine, as coroutines on one event loop."""
+
+    dtype: str
+
+    @property
+    def in_flight(self) -> int: ...
+    async def hold(self, mode: PauseMode, clear_cache: bool) -> None: ...
+    async def release(self) -> None: ...
+    async def drop_all(self) -> None: ...
+    async def rpc(self, method: str, info: Any = None) -> None: ...
+    async def set_label(self, label: str) -> None: ...
+    async def served_label(self) -> str: ...
+    async def worker_weights(self) -> list[WeightRows]: ...
+    async def canaries(self) -> list[CanaryResult]: ...
+
+
+class WeightUpdater:
+    """Carries out updates one at a time and keeps the ledger of proven labels."""
+
+    def __init__(self, control: Control, workers: Sequence[WeightRows]) -> None:
+        self._control = control
+        self._held = workers[0]
+        self._lock = asyncio.Lock()
+        self.label = "0"
+        self.version = 0
+        self.ledger = Ledger(self.label)
+        self.cleared: dict[str, bool] = {
+            self.label: True
+        }  # label → whether the swap to it dropped older keys and values
+        self.condemned: WeightUpdateError | None = None
+
+    async def update(self, sender: WeightSender, version: int, mode: PauseMode, clear_cache: bool) -> UpdateReport:
+        """Transfer and prove, with one full second attempt under a label of its own, on cleared caches.
+
+        Raises ConfigError for a version that does not follow the one that serves, WeightUpdateError when weights
+        cannot be delivered. If nothing was loaded the engine serves the old version; otherwise it serves no more.
+        """
+        async with self._lock:
+            if version <= self.version:
+                raise ConfigError(f"weight version {version} does not follow {self.version}, which serves now")
+            first = _Attempt(self._control, self._held, version, str(version), mode, clear_cache)
+            try:
+                return await self._carry_out(first, sender)
+            except WeightUpdateError as error:
+                if not first.touched:
+                    raise
+                self.ledger.refute(first.label, error)
+            second = _Attempt(self._control, self._held, version, f"{version}#2", mode, clear_cache=True)
+            try:
+                return await self._carry_out(second, sender)
+            except WeightUpdateError as error:
+                self.ledger.refute(second.label, error)
+                self.condemned = error
+                await self._control.drop_all()
+                raise
+
+    async def _carry_out(self, attempt: _Attempt, sender: WeightSender) -> UpdateReport:
+        self.cleared[attempt.label] = attempt.clear_cache
+        self.ledger.open(attempt.label)
+        manifest = await attempt.transfer(sender, on_label=self._serve)
+        begun = time.perf_counter()
+        mismatch = await self._prove(attempt, manifest, sender)
+        self.ledger.prove(attempt.label)
+        self.condemned = None
+        return UpdateReport(
+            version=attempt.version,
+            label=attempt.label,
+            pause_s=attempt.pause_s,
+            transfer_s=attempt.transfer_s,
+            resume_s=attempt.resume_s,
+            prove_s=time.perf_counter() - begun,
+            in_flight=attempt.in_flight,
+            mismatch_mean=mismatch.mean,
+            mismatch_max=mismatch.max,
+            tensors=len(manifest),
+        )
+
+    def _serve(self, attempt: _Attempt) -> None:
+        self.label, self.version = attempt.label, attempt.version
+
+    async def _prove(self, attempt: _Attempt, manifest: Manifest, sender: WeightSender) -> Mismatch:
+        workers, results = await asyncio.gather(self._control.worker_weights(), self._control.canaries())
+        check_fingerprints(attempt.version, manifest, workers, self._held)
+        served = await self._control.served_label()
+        if served != attempt.label:
+            raise WeightUpdateError(
+                f"weights of version {attempt.version} serve under the label {served!r} instead of {attempt.label!r}",
+                version=attempt.version,
+                what="label",
+                size=0.0,
+            )
+        reference = await asyncio.to_thread(sender.logprobs, [result.ids for result in results])
+        return check_canaries(attempt.version, results, reference, self._control.dtype)
+
+
+@dataclass
+class _Attempt:
+    """The client that a sender drives, for one attempt: it pauses, checks, forwards, labels and resumes."""
+
+    control: Control
+    held: WeightRows
+    version: int
+    label: str
+    mode: PauseMode
+    clear_cache: bool
+    touched: bool = False  # whether the engine's weights may have changed
+    in_flight: int = 0
+    pause_s: float = 0.0
+    transfer_s: float = 0.0
+    resume_s: float = 0.0
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    _paused: bool = False
+    _finished: bool = False
+    _expired: bool = False
+
+    async def transfer(self, sender: WeightSender, on_label: Any) -> Manifest:
+        """Let `sender` drive this client, within a deadline; the engine is resumed on every way out."""
+        self._on_label = on_label
+        try:
+            manifest = await asyncio.wait_for(asyncio.to_thread(sender.send, self), TRANSFER_DEADLINE_S)
+        except TimeoutError:
+            self._expired = True
+            raise self._failed(f"the transfer took over {TRANSFER_DEADLINE_S:.0f} s") from None
+        except (WeightUpdateError, ConfigError):
+            raise
+        except Exception as error:
+            raise self._failed(f"{type(error).__name__}: {error}") from error
+        finally:
+            await self._let_go()
+        if not self._finished:
+            raise self._failed("the sender returned without having sent anything")
+        return manifest
+
+    async def _let_go(self) -> None:
+        """Resume after a transfer that did not finish. If it may have loaded something, the tokens that follow
+        carry this attempt's label, which is about to be refuted, and not the label of weights that are no more.
+        """
+        if self._paused and self.touched:
+            await self.control.set_label(self.label)
+        if self._paused:
+            await self.control.release()
+            self._paused = False
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._run(self.control.rpc("init_weight_transfer_engine", {"init_info": init_info}))
+
+    def start_weight_update(self) -> None:
+        self._run(self._begin())
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        self._run(self._load(update_info))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._run(self._finish())
+
+    async def _begin(self) -> None:
+        begun = time.perf_counter()
+        self.in_flight = self.control.in_flight
+        self._paused = True
+        await self.control.hold(self.mode, self.clear_cache)
+        self.pause_s = time.perf_counter() - begun
+        self._begun = time.perf_counter()
+
+    async def _load(self, info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        check_announced(self.version, info, self.held)
+        if not self.touched:
+            self.touched = True
+            await self.control.rpc("start_weight_update")
+        await self.control.rpc("update_weights", {"update_info": info})
+
+    async def _finish(self) -> None:
+        if not self.touched:
+            raise self._failed("the sender finished without having sent anything")
+        await self.control.rpc("finish_weight_update")
+        self.transfer_s = time.perf_counter() - self._begun
+        begun = time.perf_counter()
+        await self.control.set_label(self.label)
+        self._on_label(self)
+        await self.control.release()
+        self._paused = False
+        self._finished = True
+        self.resume_s = time.perf_counter() - begun
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        if self._expired:
+            coroutine.close()
+            raise EngineError(f"the update to version {self.version} was given up after its deadline")
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def _failed(self, how: str) -> WeightUpdateError:
+        return WeightUpdateError(
+            f"weights of version {self.version} were not delivered: {how}",
+            version=self.version,
+            what="transfer",
+            size=0.0,
+        )
+
+
+def check_announced(version: int, info: dict[str, Any] | list[dict[str, Any]], held: WeightRows) -> None:
+    """What a sender announces is what this model takes: names and shapes, before a value is touched.
+
+    Raises WeightUpdateError naming the first tensor that is missing, unknown or of another shape. A dtype other
+    than the engine's is cast by vLLM's loaders, and then told by its fingerprint.
+    """
+    chunks = info if isinstance(info, list) else [info]
+    announced = {
+        name: list(shape) for chunk in chunks for name, shape in zip(chunk["names"], chunk["shapes"], strict=True)
+    }
+    expected = {row[0]: list(row[3]) for row in held["checkpoint"]}
+    for name in sorted(announced.keys() | expected.keys()):
+        if announced.get(name) != expected.get(name):
+            how = (
+                "it is missing from the update"
+                if name not in announced
+                else "the engine's model has no such tensor"
+                if name not in expected
+                else f"its shape is {announced[name]}, the engine's model takes {expected[name]}"
+            )
+            raise WeightUpdateError(
+                f"weights of version {version} were refused: {name}: {how}", version=version, what=name, size=0.0
+            )

@@ -1,0 +1,375 @@
+"""The rollout engine in process, on vLLM's AsyncLLM: prompt ids go in, exact completions with weight versions come out.
+
+All of it runs on the engine's own event-loop thread (`EngineFaces`); vLLM's core and workers are processes of
+their own. Weight updates are carried out and proven by `transfer.update`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import importlib.metadata
+import itertools
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rlenv.engine.base import PauseMode, UpdateReport, WeightSender
+from rlenv.engine.faces import EngineFaces
+from rlenv.engine.transfer.plugin import BACKEND as SHARED_MEMORY
+from rlenv.engine.transfer.proof import CanaryResult, WeightRows, canary_prompt
+from rlenv.engine.transfer.update import WeightUpdater
+from rlenv.engine.transfer.worker import EXTENSION
+from rlenv.errors import ConfigError, EngineDeadError, EngineError
+from rlenv.types import Completion, FinishReason, Sample, VersionSpan
+
+# A launcher's variables would make vLLM's children join the learner's process group.
+_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_DEFAULTS = {
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork after torch has run can hang
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+class VLLMEngine(EngineFaces):
+    """One vLLM engine for the model in folder `model`, shared by every caller in this process.
+
+    `dtype`: float32 on a CPU, bfloat16 on a GPU unless said otherwise. `device`: "cpu", "cuda", or what vLLM was
+    built for. Raises ConfigError for settings that cannot work, EngineError if vLLM does not start.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        device: str | None = None,
+        dtype: str | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        seed: int = 0,
+        batch_invariant: bool = False,
+        gpu_memory_utilization: float = 0.4,
+    ) -> None:
+        folder = _model_folder(model)
+        self.device = _device(device)
+        self.dtype = dtype or ("float32" if self.device == "cpu" else "bfloat16")
+        self.transport = SHARED_MEMORY if self.device == "cpu" else "ipc"
+        if batch_invariant and self.device == "cpu":
+            raise ConfigError("batch_invariant needs a GPU of compute capability 9.0: leave it out on a CPU")
+        _check_plugin()
+        super().__init__(folder, max_model_len or _context_of(folder))
+        self._ids = itertools.count()
+        self._paused = False
+        self._running: dict[str, str] = {}  # vLLM's request id → the caller's
+        self._llm: Any = None
+        arguments = {
+            "model": folder,
+            "dtype": self.dtype,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": max_num_seqs,
+            "seed": seed,
+            "enforce_eager": self.device == "cpu",
+            "logprobs_mode": "processed_logprobs",
+            "worker_extension_cls": EXTENSION,
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+            "hf_overrides": {} if self.dtype == "float32" else {"head_dtype": "float32"},
+        }
+        if self.device != "cpu":
+            arguments["gpu_memory_utilization"] = gpu_memory_utilization
+        environment = {"VLLM_BATCH_INVARIANT": "1"} if batch_invariant else {}
+        try:
+            self.start(self._open(arguments, environment)).result()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer of `model`."""
+        return _tokenizer(self.model)
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the weights that serve now."""
+        return self._updater.version
+
+    async def _open(self, arguments: dict[str, Any], environment: dict[str, str]) -> None:
+        # A thread of its own, so that `close` can end a start that hangs.
+        opened = await asyncio.to_thread(_start_vllm, arguments, self.transport, environment)
+        self._llm = opened
+        await opened.update_weight_version("0")
+        self._vocabulary = opened.model_config.get_vocab_size()
+        self._block = opened.vllm_config.cache_config.block_size
+        self._end_ids = _end_ids(self.model)
+        workers = await self.worker_weights()
+        if len(workers) != 1:
+            raise EngineError(f"{len(workers)} workers hold the weights in shards: the proof covers one worker")
+        self._updater = WeightUpdater(self, workers)
+
+    # ------------------------------------------------------------------ requests
+
+    async def _generate(self, prompt: tuple[int, ...], sample: Sample, request_id: str | None) -> Completion:
+        if self._updater.condemned is not None:
+            raise self._updater.condemned
+        name = request_id or "request"
+        internal = f"{name}-{next(self._ids)}"  # a name may be used again while its first request is alive
+        label = self._updater.label
+        self._running[internal] = name
+        try:
+            output = await self._run(prompt, self._parameters(prompt, sample), internal, label)
+        finally:
+            del self._running[internal]
+        result = output.outputs[0]
+        return Completion(
+            request_id=name,
+            prompt_ids=prompt,
+            token_ids=tuple(result.token_ids),
+            logprobs=tuple(result.logprobs.logprobs) if result.token_ids else (),
+            spans=self._spans(result.weight_versions or [], label),
+            text=result.text if sample.stop else self.tokenizer.decode(result.token_ids, skip_special_tokens=True),
+            finish_reason=_finish_reason(result.finish_reason),
+        )
+
+    async def _run(self, prompt: tuple[int, ...], parameters: Any, internal: str, label: str) -> Any:
+        """The final output of one vLLM request; the label salts the prefix cache, so no older block is met."""
+        from vllm.v1.engine.exceptions import EngineDeadError as VLLMEngineDeadError
+
+        output = None
+        try:
+            inputs = {"prompt_token_ids": list(prompt), "cache_salt": label}
+            async for latest in self._llm.generate(inputs, parameters, internal):
+                output = latest
+        except VLLMEngineDeadError as error:
+            raise EngineDeadError(f"engine {self.model!r} died; {len(self._running)} requests were pending") from error
+        assert output is not None and output.finished
+        return output
+
+    def _parameters(self, prompt: tuple[int, ...], sample: Sample) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        room = self.max_model_len - len(prompt)
+        return SamplingParams(
+            temperature=sample.temperature,
+            top_p=sample.top_p,
+            top_k=sample.top_k,
+            max_tokens=min(sample.max_tokens or room, room),
+            min_tokens=sample.min_tokens,
+            stop=list(sample.stop),
+            stop_token_ids=[] if sample.ignore_eos else self._end_ids,
+            seed=sample.seed,
+            ignore_eos=sample.ignore_eos,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=bool(sample.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _spans(self, served: list[Any], submitted: str) -> tuple[VersionSpan, ...]:
+        return tuple(
+            VersionSpan(
+                span.version,
+                span.start,
+                span.end,
+                stale_context=span.version != submitted and not self._updater.cleared[span.version],
+            )
+            for span in served
+            if span.end > span.start
+        )
+
+    async def _abort(self, request_ids: frozenset[str] | None) -> None:
+        chosen = [i for i, name in self._running.items() if request_ids is None or name in request_ids]
+        if chosen:
+            await self._llm.abort(chosen)
+
+    # ------------------------------------------------------------------ pause and resume
+
+    async def _pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        await self.hold(mode, clear_cache)
+
+    async def _resume(self) -> None:
+        await self.release()
+
+    async def _is_paused(self) -> bool:
+        return bool(await self._llm.is_paused())
+
+    async def hold(self, mode: PauseMode, clear_cache: bool) -> None:
+        """Pause; when paused already, a later mode still decides about the requests that were kept."""
+        if mode == "wait" and self._paused:
+            raise ConfigError("requests that are held by a pause cannot be waited for: resume first")
+        self._paused = True
+        await self._llm.pause_generation(mode=mode, clear_cache=clear_cache)
+
+    async def release(self) -> None:
+        self._paused = False
+        await self._llm.resume_generation()
+
+    # ------------------------------------------------------------------ weights
+
+    async def _update_weights(
+        self, sender: WeightSender, version: int, mode: PauseMode, clear_cache: bool
+    ) -> UpdateReport:
+        return await self._updater.update(sender, version, mode, clear_cache)
+
+    async def _proven(self, labels: frozenset[str]) -> None:
+        await self._updater.ledger.wait(labels)
+
+    async def drop_all(self) -> None:
+        await self._abort(None)
+
+    async def rpc(self, method: str, info: Any = None) -> None:
+        await self._llm.collective_rpc(method, kwargs=info)
+
+    async def set_label(self, label: str) -> None:
+        await self._llm.update_weight_version(label)
+
+    async def served_label(self) -> str:
+        return str(await self._llm.get_weight_version())
+
+    async def worker_weights(self) -> list[WeightRows]:
+        rows: list[WeightRows] = await self._llm.collective_rpc("rlenv_weights")
+        return rows
+
+    async def canaries(self) -> list[CanaryResult]:
+        """Two requests at once, two engine steps: one computes its whole prompt, one reads it from the prefix cache.
+
+        Both are then decoded for one step, beside whatever else is in flight.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        length = max(2, min(self._block + 16, self.max_model_len - 2))
+        prompt = tuple(canary_prompt(self._vocabulary, length))
+        common: dict[str, Any] = {
+            "temperature": 1.0, "seed": 0, "max_tokens": 2, "ignore_eos": True, "logprobs": 0, "flat_logprobs": True,
+            "detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY,
+        }  # fmt: skip
+        label = self._updater.label
+        computed, cached = await asyncio.gather(
+            self._run(prompt, SamplingParams(**common, prompt_logprobs=0), f"canary-{next(self._ids)}", label),
+            self._run(prompt, SamplingParams(**common), f"canary-{next(self._ids)}", label),
+        )
+        sampled = computed.outputs[0]
+        prefill = [computed.prompt_logprobs[i][prompt[i]].logprob for i in range(1, length)]
+        return [
+            CanaryResult("prefill", prompt, tuple(prefill)),
+            CanaryResult("decode", prompt + tuple(sampled.token_ids), tuple(sampled.logprobs.logprobs)),
+            CanaryResult("cached-prefix", prompt + tuple(cached.outputs[0].token_ids),
+                         tuple(cached.outputs[0].logprobs.logprobs)),
+        ]  # fmt: skip
+
+    async def _close(self) -> None:
+        if self._llm is None:
+            for child in multiprocessing.active_children():
+                if child.name.startswith("EngineCore"):
+                    child.terminate()
+        else:
+            await asyncio.to_thread(self._llm.shutdown)
+
+
+def _start_vllm(arguments: dict[str, Any], transport: str, environment: dict[str, str]) -> Any:
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    os.environ.update(environment)
+    from vllm import AsyncEngineArgs
+    from vllm.config import WeightTransferConfig
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    with _without_launcher(), _without_main():
+        try:
+            return AsyncLLM.from_engine_args(
+                AsyncEngineArgs(**arguments, weight_transfer_config=WeightTransferConfig(backend=transport))
+            )
+        except Exception as error:
+            raise EngineError(f"vLLM did not start for {arguments['model']!r}: {error}") from error
+
+
+@contextlib.contextmanager
+def _without_launcher() -> Iterator[None]:
+    saved = {name: os.environ.pop(name) for name in _LAUNCHER if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(saved)
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Keep spawned children from running the user's script again, which need not have a `__main__` guard."""
+    main = sys.modules["__main__"]
+    saved = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
+    main.__spec__ = None
+    if "__file__" in saved:
+        del main.__file__
+    try:
+        yield
+    finally:
+        for name, value in saved.items():
+            setattr(main, name, value)
+
+
+def _check_plugin() -> None:
+    names = {point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")}
+    if "rlenv" not in names:
+        raise EngineError("vLLM cannot find rlenv's plug-in: install the package (pip install -e .) first")
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "rlenv" not in allowed.split(","):
+        raise EngineError(f"VLLM_PLUGINS={allowed!r} keeps rlenv's plug-in out: add 'rlenv' to it")
+
+
+def _model_folder(model: str | os.PathLike[str]) -> str:
+    folder = Path(model).expanduser()
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ConfigError(f"{str(model)!r} holds no config.json: name the folder of a saved model")
+    if not folder.exists() and (
+        folder.is_absolute() or str(model).startswith((".", "~")) or str(model).count("/") != 1
+    ):
+        raise ConfigError(f"no model folder {str(model)!r}: name the folder of a saved model")
+    return str(folder) if folder.exists() else str(model)
+
+
+def _device(device: str | None) -> str:
+    if device not in (None, "cpu", "cuda"):
+        raise ConfigError(f"no device {device!r}: use 'cpu' or 'cuda'")
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device='cuda' needs a GPU and none is visible: use device='cpu'")
+    return device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@functools.lru_cache(maxsize=4)
+def _tokenizer(model: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model)
+
+
+def _context_of(model: str) -> int:
+    from transformers import AutoConfig
+
+    return int(AutoConfig.from_pretrained(model).max_position_embeddings)
+
+
+def _end_ids(model: str) -> list[int]:
+    """Ids that end a turn: the tokenizer's end token, and those of the generation config."""
+    from transformers import GenerationConfig
+
+    ids = {_tokenizer(model).eos_token_id}
+    with contextlib.suppress(OSError):  # a model folder need not have one
+        configured = GenerationConfig.from_pretrained(model).eos_token_id
+        ids.update(configured if isinstance(configured, list) else [configured])
+    return sorted(i for i in ids if i is not None)
+
+
+def _finish_reason(reason: str) -> FinishReason:
+    if reason in ("stop", "length", "abort"):
+        return reason  # type: ignore[return-value]
+    raise EngineError(f"vLLM ended a request with {reason!r}")
