@@ -23,7 +23,7 @@ from rlenv.types import Completion, Message
 # end token after an assistant's.
 PLAIN_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.role | capitalize }}: {{ m.content }}"
-    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}\n{% endfor %}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
 _QUESTION: Message = {"role": "user", "content": "?"}

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from rlenv.engine.base import Engine, Manifest, TensorDigest, WeightSender, WeightSyncClient
 from rlenv.engine.scripted import Policy, ScriptedEngine
+from rlenv.render import Renderer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -100,3 +103,38 @@ def scripted(char_tokenizer: PreTrainedTokenizerFast) -> Iterator[Callable[..., 
     yield start
     for engine in engines:
         engine.close()
+
+
+@dataclass(frozen=True)
+class EngineCase:
+    """An engine under the contract suite, a prompt that it may be given, and a sender of its own weights.
+
+    After `underway_s` seconds, requests for 100 tokens have begun and have not ended.
+    """
+
+    engine: Engine
+    prompt_ids: list[int]
+    sender: WeightSender
+    underway_s: float
+
+
+class ScriptedSender:
+    """A sender for the scripted engine: asks for one update of one tensor."""
+
+    def send(self, client: WeightSyncClient) -> Manifest:
+        client.start_weight_update()
+        client.update_weights({"names": ["weight"]})
+        client.finish_weight_update()
+        return {"weight": TensorDigest("float32", (2, 2), "0")}
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [[-1.0] * (len(sequence) - 1) for sequence in sequences]
+
+
+@pytest.fixture
+def scripted_case(scripted: Callable[..., ScriptedEngine]) -> EngineCase:
+    """The scripted engine, saying the alphabet over and over, four milliseconds a letter."""
+    alphabet = list(range(10, 36))
+    engine = scripted(lambda prompt_ids, sample: alphabet * 20, delay=0.004, max_model_len=256)
+    prompt = Renderer(engine.tokenizer).start([{"role": "user", "content": "abc"}])
+    return EngineCase(engine, prompt, ScriptedSender(), underway_s=0.06)
