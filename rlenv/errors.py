@@ -5,6 +5,7 @@ RlenvError
 │   └── UnknownTaskError            no such task; names the nearest
 ├── GroupError (RuntimeError)       every rollout failed: nothing to train on
 ├── EngineError (RuntimeError)      the rollout engine cannot go on
+│   ├── AbortedError                it aborted this request
 │   ├── EngineDeadError             its process died
 │   └── WeightUpdateError           weights that were sent are not the weights that serve
 └── LearnerError (RuntimeError)     the learner's process failed
@@ -31,6 +32,10 @@ class GroupError(RlenvError, RuntimeError):
 
 class EngineError(RlenvError, RuntimeError):
     """The rollout engine cannot go on."""
+
+
+class AbortedError(EngineError):
+    """The engine aborted this request; what it had sampled is not an answer."""
 
 
 class EngineDeadError(EngineError):
