@@ -132,9 +132,15 @@ class ScriptedSender:
 
 
 @pytest.fixture
-def scripted_case(scripted: Callable[..., ScriptedEngine]) -> EngineCase:
+def sender() -> WeightSender:
+    """A sender for the scripted engine."""
+    return ScriptedSender()
+
+
+@pytest.fixture
+def scripted_case(scripted: Callable[..., ScriptedEngine], sender: WeightSender) -> EngineCase:
     """The scripted engine, saying the alphabet over and over, four milliseconds a letter."""
     alphabet = list(range(10, 36))
     engine = scripted(lambda prompt_ids, sample: alphabet * 20, delay=0.004, max_model_len=256)
     prompt = Renderer(engine.tokenizer).start([{"role": "user", "content": "abc"}])
-    return EngineCase(engine, prompt, ScriptedSender(), underway_s=0.06)
+    return EngineCase(engine, prompt, sender, underway_s=0.06)
