@@ -5,7 +5,7 @@
       metrics.jsonl   one line an optimizer step             flushed line by line
       summary.json    figures so far, and `status`           replaced whole after each step
       curves.png      reward, length, staleness, mismatch    replaced whole
-      model/          the trained model, for transformers    renamed into place when complete
+      model/          the trained model, for transformers    the learner renames it into place when complete
       error.txt       traceback of a run that failed
 
 `status` is "starting", "running", "done", "interrupted" or "failed". Whatever is replaced is written beside its
@@ -17,9 +17,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import tomllib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +49,6 @@ class RunFolder:
 
     def write_error(self, traceback: str) -> None:
         write_atomically(self.path / "error.txt", traceback.encode())
-
-    async def save_model(self, save: Callable[[str], Awaitable[None]]) -> None:
-        """Let `save` fill a folder, which gets its final name once it is complete."""
-        partial = self.path / "model.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        await save(str(partial))
-        shutil.rmtree(self.model, ignore_errors=True)
-        os.replace(partial, self.model)
 
     def close(self) -> None:
         self._metrics.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import tomllib
 from pathlib import Path
@@ -59,26 +58,3 @@ def test_a_write_that_fails_leaves_the_former_file(tmp_path: Path, monkeypatch: 
     with pytest.raises(OSError, match="No space"):
         write_atomically(path, b"new")
     assert path.read_bytes() == b"old" and [p.name for p in tmp_path.iterdir()] == ["summary.json"]
-
-
-def test_the_model_appears_only_when_it_is_complete(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run", {"task": "t"})
-
-    def fill(path: str) -> None:
-        Path(path).mkdir()
-        (Path(path) / "config.json").write_text("{}")
-
-    async def breaks(path: str) -> None:
-        fill(path)
-        raise OSError(28, "No space left on device")
-
-    async def works(path: str) -> None:
-        fill(path)
-        assert not folder.model.exists()
-
-    with pytest.raises(OSError):
-        asyncio.run(folder.save_model(breaks))
-    assert not folder.model.exists()
-    asyncio.run(folder.save_model(works))
-    assert [path.name for path in folder.model.iterdir()] == ["config.json"]
-    folder.close()

@@ -1,0 +1,84 @@
+"""Settings that cannot work are answered with one line that says what to type instead."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlenv.agents.config import TrainConfig, check_surroundings
+from rlenv.errors import ConfigError
+from rlenv.models import default_model
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        ({"group_size": 1}, "--group-size 2"),
+        ({"staleness": -1}, "--staleness 0"),
+        ({"steps": 0}, "--steps 1"),
+        ({"groups_per_step": 0}, "--groups-per-step 1"),
+        ({"lr": 0.0}, "--lr"),
+        ({"lr": float("nan")}, "--lr"),
+        ({"temperature": 0.0}, "--temperature"),
+        ({"max_tokens": 0}, "--max-tokens 1"),
+        ({"seed": -1}, "--seed 0"),
+        ({"eval_problems": -1}, "--eval-problems 0"),
+        ({"mode": "asynch"}, "sync, one-step-off, async"),
+        ({"device": "tpu"}, "auto, cpu, cuda"),
+    ],
+)
+def test_a_setting_that_cannot_work_says_what_to_type(settings: dict[str, Any], advice: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(advice)) as caught:
+        TrainConfig("math-v0", **settings)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        ({"task": "maths-v0"}, "math-v0"),
+        ({"model": "/no/such/folder"}, "--model"),
+        ({"model": "no_such_folder"}, "--model"),
+        ({"model": "tests/no_such_folder"}, "--model"),
+        ({"model": "tests"}, "config.json"),
+        ({"device": "cuda"}, "--device cpu"),
+        ({"run_dir": "pyproject.toml/run"}, "--run-dir"),
+    ],
+)
+def test_surroundings_that_do_not_fit_say_what_to_type(
+    settings: dict[str, Any], advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=re.escape(advice)) as caught:
+        check_surroundings(TrainConfig(**{"task": "math-v0", **settings}))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_is_neither_a_folder_nor_on_the_hub_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(self: Any, name: str, **options: Any) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
+    with pytest.raises(ConfigError, match="nor on the Hub"):
+        check_surroundings(TrainConfig("math-v0", model="nobody/nothing"))
+
+
+def test_settings_that_fit_pass(tmp_path: Path) -> None:
+    check_surroundings(TrainConfig("math-v0", model=default_model(), device="cpu", run_dir=str(tmp_path / "a" / "b")))
+
+
+def test_the_bound_on_staleness_follows_the_mode() -> None:
+    bounds = {
+        mode: TrainConfig("t", mode=mode, staleness=5).staleness_bound for mode in ("sync", "one-step-off", "async")
+    }
+    assert bounds == {"sync": 0, "one-step-off": 1, "async": 5}
+
+
+def test_the_dict_of_a_config_holds_every_setting() -> None:
+    config = TrainConfig("t")
+    assert config.to_dict() == dataclasses.asdict(config)
