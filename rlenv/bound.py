@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 import gymnasium
 
 from rlenv.engine.base import Engine
-from rlenv.errors import AbortedError, ConfigError
+from rlenv.errors import AbortedError, ConfigError, EnvError
 from rlenv.render import Renderer
 from rlenv.spaces import Text, TextOrSample
 from rlenv.types import Completion, Message, Sample
@@ -24,8 +24,8 @@ from rlenv.types import Completion, Message, Sample
 Step = tuple[str, float, bool, bool, dict[str, Any]]
 T = TypeVar("T")
 
-# Environments of coroutines step here, off the event loop; wide, so that slow ones do not hold up the others.
-_STEPPERS = ThreadPoolExecutor(max_workers=256, thread_name_prefix="rlenv env")
+# Where environments step that must not block their caller; wide, so that slow ones do not hold up the others.
+STEPPERS = ThreadPoolExecutor(max_workers=256, thread_name_prefix="rlenv env")
 
 
 class EngineBoundEnv(gymnasium.Wrapper[str, Any, str, str]):
@@ -34,7 +34,8 @@ class EngineBoundEnv(gymnasium.Wrapper[str, Any, str, str]):
     The transcript is kept as exact ids: the prompt of turn n + 1 is the prompt of turn n, what was sampled on
     it, and the rendered text of the environment. When the next prompt no longer fits the engine's context, the
     episode is `truncated` with `info["truncated_by"] = "context"`, and what was earned stays. A first prompt
-    that does not fit is reported by `reset` in `info["failure"]`, and a `Sample` on it by `step` likewise.
+    that does not fit is reported by `reset` in `info["failure"]`, and a `Sample` on it by `step` likewise. The
+    failure of an isolated environment's process, too, is a truncated step that names its cause there.
 
     The engine is shared: never closed, copied or pickled with the environment, nor part of its spec.
     """
@@ -137,7 +138,10 @@ class EngineBoundEnv(gymnasium.Wrapper[str, Any, str, str]):
         raise ConfigError("a live engine cannot be pickled: send env.spec, and make the environment where it is to run")
 
     def _advance(self, text: str, answer: str | Completion) -> Step:
-        observation, reward, terminated, truncated, info = self.env.step(text)
+        try:
+            observation, reward, terminated, truncated, info = self.env.step(text)
+        except EnvError as error:  # an isolated environment's process is gone, and its verdict with it
+            return "", 0.0, False, True, {"failure": type(error).__name__}
         over = bool(terminated or truncated)
         self._append(text, answer, observation, over)
         if not over and not self._fits():
@@ -164,7 +168,7 @@ class EngineBoundEnv(gymnasium.Wrapper[str, Any, str, str]):
 
 
 async def _off_loop(call: Callable[[], T]) -> T:
-    return await asyncio.get_running_loop().run_in_executor(_STEPPERS, call)
+    return await asyncio.get_running_loop().run_in_executor(STEPPERS, call)
 
 
 def _check_text(env: gymnasium.Env[str, str]) -> None:

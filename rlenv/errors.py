@@ -3,6 +3,8 @@
 RlenvError
 ├── ConfigError (ValueError)        a setting that cannot work
 │   └── UnknownTaskError            no such task; names the nearest
+├── EnvError (RuntimeError)         an isolated environment's process failed
+│   └── EnvTimeoutError (TimeoutError)   it took longer than its limit
 ├── GroupError (RuntimeError)       every rollout failed: nothing to train on
 ├── EngineError (RuntimeError)      the rollout engine cannot go on
 │   ├── AbortedError                it aborted this request
@@ -24,6 +26,14 @@ class ConfigError(RlenvError, ValueError):
 
 class UnknownTaskError(ConfigError):
     """No task has that id; the message names the nearest ones."""
+
+
+class EnvError(RlenvError, RuntimeError):
+    """An isolated environment's process failed; the message names the task."""
+
+
+class EnvTimeoutError(EnvError, TimeoutError):
+    """An isolated environment took longer than its limit, and its process was ended."""
 
 
 class GroupError(RlenvError, RuntimeError):

@@ -25,6 +25,7 @@ from gymnasium.vector import AutoresetMode
 from rlenv.bound import EngineBoundEnv
 from rlenv.engine.base import Engine
 from rlenv.errors import ConfigError, UnknownTaskError
+from rlenv.isolated import IsolatedEnv
 from rlenv.render import Renderer
 from rlenv.vector import TextVectorEnv
 
@@ -33,6 +34,7 @@ ENTRY_POINT_GROUP = "rlenv.tasks"
 _OWN_TASKS = {
     "math-v0": "rlenv.tasks.math:MathEnv",
     "math-retry-v0": "rlenv.tasks.math_retry:MathRetryEnv",
+    "word-problems-v0": "rlenv.tasks.word_problems:WordProblemsEnv",
 }
 _listed: dict[str, None] = {}  # ids in the order in which they were registered through this module
 
@@ -40,15 +42,21 @@ EnvCreator = Callable[..., gymnasium.Env[str, str]]
 
 
 def make(
-    id: str | EnvSpec, *, engine: Engine | None = None, system: str | None = None, **kwargs: Any
+    id: str | EnvSpec,
+    *,
+    engine: Engine | None = None,
+    system: str | None = None,
+    step_timeout_s: float | None = None,
+    **kwargs: Any,
 ) -> gymnasium.Env[str, Any]:
     """One environment, by id (`"math-v0"`, `"rlenv/math-v0"`, `"package:task-v0"`) or by spec.
 
     With an engine its actions are `str | Sample`; `system` then opens every transcript with a system message.
+    With `step_timeout_s` the environment runs in a process of its own, which is ended when a step takes longer.
     Other arguments are `gymnasium.make`'s and the task's own. Raises UnknownTaskError for an id that nobody
     registered, ConfigError for arguments that cannot work.
     """
-    env = gymnasium.make(_resolve(id), **kwargs)
+    env = _create(_resolve(id), step_timeout_s, kwargs)
     if engine is not None:
         return EngineBoundEnv(env, engine, system=system)
     if system is not None:
@@ -62,11 +70,13 @@ def make_vec(
     *,
     engine: Engine | None = None,
     system: str | None = None,
+    step_timeout_s: float | None = None,
     autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP,
     **kwargs: Any,
 ) -> TextVectorEnv:
     """`num_envs` environments (by default one per id) whose steps are one batch; several ids take turns.
 
+    A slot that exceeds `step_timeout_s` is truncated, with the cause in `infos["failure"]`, and holds up no other.
     Raises what `make` raises.
     """
     ids = [id] if isinstance(id, str | EnvSpec) else [*id]
@@ -77,7 +87,7 @@ def make_vec(
     renderer = None if engine is None else Renderer(engine.tokenizer)
     envs: list[gymnasium.Env[str, Any]] = []
     for slot in range(count):
-        env = gymnasium.make(specs[slot % len(specs)], **kwargs)
+        env = _create(specs[slot % len(specs)], step_timeout_s, kwargs)
         envs.append(env if engine is None else EngineBoundEnv(env, engine, system=system, renderer=renderer))
     return TextVectorEnv(envs, autoreset_mode=autoreset_mode)
 
@@ -122,6 +132,12 @@ def register_own_tasks() -> None:
         _alias(name)
     for found in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
         _register_or_warn(found.name, found.value)
+
+
+def _create(spec: EnvSpec, step_timeout_s: float | None, kwargs: dict[str, Any]) -> gymnasium.Env[str, Any]:
+    if step_timeout_s is None:
+        return gymnasium.make(spec, **kwargs)
+    return IsolatedEnv(spec, kwargs, timeout_s=step_timeout_s)
 
 
 def _register_or_warn(id: str, entry_point: str) -> None:

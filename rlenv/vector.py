@@ -20,9 +20,10 @@ from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
-from rlenv.bound import EngineBoundEnv, Step
-from rlenv.errors import ConfigError
+from rlenv.bound import STEPPERS, EngineBoundEnv, Step
+from rlenv.errors import ConfigError, EnvError
 from rlenv.infos import batch_infos, snapshot
+from rlenv.isolated import IsolatedEnv
 from rlenv.spaces import Text, TextOrSample
 from rlenv.types import Completion, Sample
 
@@ -51,16 +52,10 @@ class _Errand:
 
     slot: _Slot
     action: str | Sample
+    ignored: bool = False  # NEXT_STEP: a reset instead of a step
     pending: Future[Completion] | None = None
-    error: Exception | None = None  # why it could not begin
-
-
-@dataclass(eq=False, slots=True)
-class _Result:
-    """One slot's finished step."""
-
-    slot: _Slot
-    step: Step
+    result: Step | None = None
+    error: Exception | None = None
 
 
 class TextVectorEnv(gymnasium.vector.VectorEnv[tuple[str, ...], Any, npt.NDArray[Any]]):
@@ -88,7 +83,8 @@ class TextVectorEnv(gymnasium.vector.VectorEnv[tuple[str, ...], Any, npt.NDArray
         self.spec = specs[0] if all(spec == specs[0] for spec in specs) else None
         self._slots = [_Slot(index, env) for index, env in enumerate(self.envs)]
         self._arrived: queue.SimpleQueue[_Errand] = queue.SimpleQueue()
-        self._finished: list[_Result] = []
+        self._finished: list[_Errand] = []
+        self._apart = any(isinstance(env.unwrapped, IsolatedEnv) for env in self.envs)
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
@@ -113,7 +109,7 @@ class TextVectorEnv(gymnasium.vector.VectorEnv[tuple[str, ...], Any, npt.NDArray
             raise ConfigError(f"slots {busy} are on their way: recv() them, or reset, before step()")
         self.send(actions)
         try:
-            return self._batch(self._collect(self.num_envs))
+            return _batch(self._collect(self.num_envs))
         finally:
             self._finished.clear()
 
@@ -126,7 +122,6 @@ class TextVectorEnv(gymnasium.vector.VectorEnv[tuple[str, ...], Any, npt.NDArray
         for errand in errands:
             self._check(errand)
         for errand in errands:
-            errand.slot.errand = errand
             self._begin(errand)
 
     def recv(self, count: int = 1) -> SlotBatch:
@@ -138,9 +133,9 @@ class TextVectorEnv(gymnasium.vector.VectorEnv[tuple[str, ...], Any, npt.NDArray
         under_way = len(self._finished) + sum(slot.errand is not None for slot in self._slots)
         if not 0 < count <= under_way:
             raise ConfigError(f"recv({count}) would wait for ever: {under_way} slots are under way")
-        results = self._collect(count)
+        done = self._collect(count)
         self._finished = []
-        return np.array([result.slot.index for result in results], dtype=np.int64), *self._batch(results)
+        return np.array([errand.slot.index for errand in done], dtype=np.int64), *_batch(done)
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """A method of every environment, called; in slot order."""
@@ -175,16 +170,16 @@ class TextVectorEnv(gymnasium.vector.VectorEnv[tuple[str, ...], Any, npt.NDArray
             raise ConfigError(f"{len(seed)} seeds for {self.num_envs} environments: give one for each")
         return seed
 
-    def _start(self, slot: _Slot, seed: int | None = None, options: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _start(self, slot: _Slot, seed: int | None, options: dict[str, Any] | None) -> dict[str, Any]:
         slot.errand = None
-        self._finished = [result for result in self._finished if result.slot is not slot]
+        self._finished = [errand for errand in self._finished if errand.slot is not slot]
         slot.observation, info = slot.env.reset(seed=seed, options=options)
         slot.started, slot.over = True, False
         return snapshot(info)
 
     def _check(self, errand: _Errand) -> None:
         slot = errand.slot
-        if slot.errand is not None or any(result.slot is slot for result in self._finished):
+        if slot.errand is not None or any(other.slot is slot for other in self._finished):
             raise ConfigError(f"slot {slot.index} is on its way: recv() it before it is sent another action")
         if slot.over and (self.autoreset_mode is not AutoresetMode.NEXT_STEP or not slot.started):
             raise ResetNeeded(f"no episode is running in slot {slot.index}: reset it, with options['reset_mask']")
@@ -193,64 +188,91 @@ class TextVectorEnv(gymnasium.vector.VectorEnv[tuple[str, ...], Any, npt.NDArray
 
     def _begin(self, errand: _Errand) -> None:
         slot = errand.slot
-        if not slot.over and isinstance(slot.env, EngineBoundEnv):
+        slot.errand, errand.ignored = errand, slot.over
+        if not errand.ignored and isinstance(slot.env, EngineBoundEnv):
             try:
                 errand.pending = slot.env.begin(errand.action)
             except Exception as error:  # raised by recv, so that the other slots are begun
                 errand.error = error
         if errand.pending is None:
-            self._arrived.put(errand)
+            self._arrive(errand)
         else:
-            errand.pending.add_done_callback(lambda _: self._arrived.put(errand))
+            errand.pending.add_done_callback(lambda _: self._arrive(errand))
 
-    def _collect(self, count: int) -> list[_Result]:
+    def _arrive(self, errand: _Errand) -> None:
+        """Environments that run in processes step side by side, in threads that wait; others in the caller's thread."""
+        if self._apart:
+            STEPPERS.submit(self._finish, errand).add_done_callback(lambda _: self._arrived.put(errand))
+        else:
+            self._arrived.put(errand)
+
+    def _collect(self, count: int) -> list[_Errand]:
         """Finish errands as they arrive until `count` are done; then raise the first error among them, if any."""
         failed: list[Exception] = []
         while len(self._finished) + len(failed) < count:
             errand = self._arrived.get()
-            if errand.slot.errand is not errand:
+            slot = errand.slot
+            if slot.errand is not errand:
                 continue  # its episode was reset meanwhile
-            errand.slot.errand = None
-            try:
-                self._finished.append(_Result(errand.slot, self._finish(errand)))
-            except Exception as error:
-                error.add_note(f"in slot {errand.slot.index}, {errand.slot.env}")
-                errand.slot.over = True
-                failed.append(error)
+            if not self._apart:
+                self._finish(errand)
+            slot.errand = None
+            if errand.result is None:
+                assert errand.error is not None
+                errand.error.add_note(f"in slot {slot.index}, {slot.env}")
+                failed.append(errand.error)
+                slot.over = True
+                continue
+            slot.observation, _, terminated, truncated, _ = errand.result
+            slot.over = (terminated or truncated) and self.autoreset_mode is not AutoresetMode.SAME_STEP
+            self._finished.append(errand)
         if failed:
             raise failed[0]
-        return sorted(self._finished, key=lambda result: result.slot.index)
+        return sorted(self._finished, key=lambda errand: errand.slot.index)
 
-    def _finish(self, errand: _Errand) -> Step:
-        slot = errand.slot
-        if errand.error is not None:
-            raise errand.error
-        if slot.over:  # NEXT_STEP ignores the action that follows the end
-            info = self._start(slot)
-            return slot.observation, 0.0, False, False, info
+    def _finish(self, errand: _Errand) -> None:
+        """Step, or reset, the errand's environment; touches nothing but the errand."""
+        if errand.error is None:
+            try:
+                errand.result = self._outcome(errand)
+            except Exception as error:
+                errand.error = error
+
+    def _outcome(self, errand: _Errand) -> Step:
+        env = errand.slot.env
+        if errand.ignored:
+            observation, info = env.reset()
+            return observation, 0.0, False, False, snapshot(info)
         observation, reward, terminated, truncated, info = _step(errand)
-        slot.observation, slot.over, info = observation, terminated or truncated, snapshot(info)
-        if slot.over and self.autoreset_mode is AutoresetMode.SAME_STEP:
-            info = {"final_obs": observation, "final_info": info, **self._start(slot)}
-        return slot.observation, reward, terminated, truncated, info
-
-    def _batch(self, results: Sequence[_Result]) -> Batch:
-        observations, rewards, terminations, truncations, infos = zip(*(result.step for result in results), strict=True)
-        return (
-            observations,
-            np.array(rewards, dtype=np.float64),
-            np.array(terminations, dtype=np.bool_),
-            np.array(truncations, dtype=np.bool_),
-            batch_infos(dict(enumerate(infos)), len(results)),
-        )
+        info = snapshot(info)
+        if (terminated or truncated) and self.autoreset_mode is AutoresetMode.SAME_STEP:
+            final = {"final_obs": observation, "final_info": info}
+            observation, info = env.reset()
+            info = {**final, **snapshot(info)}
+        return observation, reward, terminated, truncated, info
 
 
 def _step(errand: _Errand) -> Step:
     env = errand.slot.env
-    if isinstance(env, EngineBoundEnv):
-        return env.finish(errand.action, None if errand.pending is None else errand.pending.result())
-    observation, reward, terminated, truncated, info = env.step(errand.action)
+    try:
+        if isinstance(env, EngineBoundEnv):
+            return env.finish(errand.action, None if errand.pending is None else errand.pending.result())
+        observation, reward, terminated, truncated, info = env.step(errand.action)
+    except EnvError as error:  # its process is gone, the other slots are well
+        return "", 0.0, False, True, {"failure": type(error).__name__}
     return observation, float(reward), bool(terminated), bool(truncated), info
+
+
+def _batch(done: Sequence[_Errand]) -> Batch:
+    results = [errand.result for errand in done if errand.result is not None]
+    observations, rewards, terminations, truncations, infos = zip(*results, strict=True)
+    return (
+        observations,
+        np.array(rewards, dtype=np.float64),
+        np.array(terminations, dtype=np.bool_),
+        np.array(truncations, dtype=np.bool_),
+        batch_infos(dict(enumerate(infos)), len(results)),
+    )
 
 
 def _spread(actions: Actions, count: int) -> Sequence[str | Sample]:
