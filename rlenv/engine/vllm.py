@@ -14,13 +14,14 @@ import itertools
 import multiprocessing
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rlenv.engine.base import PauseMode, UpdateReport, WeightSender
 from rlenv.engine.faces import EngineFaces
-from rlenv.engine.transfer.plugin import BACKEND as SHARED_MEMORY
+from rlenv.engine.transfer.plugin import IPC, SHARED_MEMORY
 from rlenv.engine.transfer.proof import CanaryResult, WeightRows, canary_prompt
 from rlenv.engine.transfer.update import WeightUpdater
 from rlenv.engine.transfer.worker import EXTENSION
@@ -29,6 +30,7 @@ from rlenv.types import Completion, FinishReason, Sample, VersionSpan
 
 # A launcher's variables would make vLLM's children join the learner's process group.
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+SHUTDOWN_S = 20.0  # a worker takes some seconds to unload torch
 _DEFAULTS = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork after torch has run can hang
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
@@ -59,7 +61,7 @@ class VLLMEngine(EngineFaces):
         folder = _model_folder(model)
         self.device = _device(device)
         self.dtype = dtype or ("float32" if self.device == "cpu" else "bfloat16")
-        self.transport = SHARED_MEMORY if self.device == "cpu" else "ipc"
+        self.transport = SHARED_MEMORY if self.device == "cpu" else IPC
         if batch_invariant and self.device == "cpu":
             raise ConfigError("batch_invariant needs a GPU of compute capability 9.0: leave it out on a CPU")
         _check_plugin()
@@ -112,6 +114,12 @@ class VLLMEngine(EngineFaces):
         if len(workers) != 1:
             raise EngineError(f"{len(workers)} workers hold the weights in shards: the proof covers one worker")
         self._updater = WeightUpdater(self, workers)
+
+    def progress(self) -> dict[str, int]:
+        """How many ids each request in flight has sampled so far, by the caller's request id."""
+        states = dict(self._llm.output_processor.request_states)
+        counts = {state.external_req_id: state.detokenizer.num_output_tokens() for state in states.values()}
+        return {name: counts.get(internal, 0) for internal, name in list(self._running.items())}
 
     # ------------------------------------------------------------------ requests
 
@@ -271,18 +279,19 @@ class VLLMEngine(EngineFaces):
                 if child.name.startswith("EngineCore"):
                     child.terminate()
         else:
-            await asyncio.to_thread(self._llm.shutdown)
+            await asyncio.to_thread(self._llm.shutdown, timeout=SHUTDOWN_S)
+            self._llm = None  # collected now: its finaliser fails at interpreter exit
 
 
 def _start_vllm(arguments: dict[str, Any], transport: str, environment: dict[str, str]) -> Any:
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
-    os.environ.update(environment)
-    from vllm import AsyncEngineArgs
-    from vllm.config import WeightTransferConfig
-    from vllm.v1.engine.async_llm import AsyncLLM
+    with _children_environment(environment), _without_main(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from vllm import AsyncEngineArgs
+        from vllm.config import WeightTransferConfig
+        from vllm.v1.engine.async_llm import AsyncLLM
 
-    with _without_launcher(), _without_main():
         try:
             return AsyncLLM.from_engine_args(
                 AsyncEngineArgs(**arguments, weight_transfer_config=WeightTransferConfig(backend=transport))
@@ -292,12 +301,20 @@ def _start_vllm(arguments: dict[str, Any], transport: str, environment: dict[str
 
 
 @contextlib.contextmanager
-def _without_launcher() -> Iterator[None]:
-    saved = {name: os.environ.pop(name) for name in _LAUNCHER if name in os.environ}
+def _children_environment(extra: dict[str, str]) -> Iterator[None]:
+    """What vLLM's processes inherit: no launcher's variables, no warnings of libraries about one another."""
+    saved = dict(os.environ)
+    for name in _LAUNCHER:
+        os.environ.pop(name, None)
+    os.environ.update(extra, PYTHONWARNINGS="ignore", TORCH_CPP_LOG_LEVEL="ERROR")
     try:
         yield
     finally:
-        os.environ.update(saved)
+        for name in {*_LAUNCHER, *extra, "PYTHONWARNINGS", "TORCH_CPP_LOG_LEVEL"}:
+            if name in saved:
+                os.environ[name] = saved[name]
+            else:
+                os.environ.pop(name, None)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""vLLM calls `register` in each of its processes; afterwards the `shm` weight-transfer backend exists there.
+"""vLLM calls `register` in each of its processes; afterwards our weight-transfer backends exist there.
 
 vLLM swallows an error raised here and lets `VLLM_PLUGINS` filter entry points, so `VLLMEngine` probes at start
 whether the backend arrived.
@@ -6,14 +6,18 @@ whether the backend arrived.
 
 from __future__ import annotations
 
-BACKEND = "shm"
+SHARED_MEMORY = "shm"
+IPC = "rlenv_ipc"
+_BACKENDS = {
+    SHARED_MEMORY: ("rlenv.engine.transfer.shm", "SharedMemoryWeightTransferEngine"),
+    IPC: ("rlenv.engine.transfer.ipc", "PlainIPCWeightTransferEngine"),
+}
 
 
 def register() -> None:
-    """Make `shm` known to vLLM's factory; a second call changes nothing."""
+    """Make our backends known to vLLM's factory; a second call changes nothing."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(
-            BACKEND, "rlenv.engine.transfer.shm", "SharedMemoryWeightTransferEngine"
-        )
+    for name, (module, engine) in _BACKENDS.items():
+        if name not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(name, module, engine)

@@ -1,7 +1,7 @@
 """The trainer's end of a weight update: a model goes in, its weights reach the engine, a manifest comes out.
 
-vLLM's own trainer engines move the weights between GPUs (`nccl`) and on one GPU (`ipc`); `shm` is ours and imports
-no vLLM. Casting, staging and fingerprinting come before `start_weight_update`, where the engine pauses.
+vLLM's own trainer engine moves the weights on one GPU (`ipc`); `shm` is ours and imports no vLLM. Casting, staging and
+fingerprinting come before `start_weight_update`, where the engine pauses.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from rlenv.engine.base import Manifest, WeightSyncClient
 from rlenv.engine.transfer.digest import tensor_digest
+from rlenv.engine.transfer.plugin import IPC, SHARED_MEMORY
 from rlenv.errors import ConfigError, LearnerError
 
 Weights = list[tuple[str, torch.Tensor]]
@@ -23,12 +24,14 @@ class ModelSender:
     """Sends `model` in the engine's `dtype`; implements WeightSender for a model of this process."""
 
     def __init__(self, model: torch.nn.Module, *, backend: str, dtype: str = "float32", rank: int = 0) -> None:
-        if backend not in ("shm", "ipc"):
-            raise ConfigError(f"no weight transfer named {backend!r}: use 'shm' on CPUs or 'ipc' on one GPU")
+        if backend not in (SHARED_MEMORY, IPC):
+            raise ConfigError(
+                f"no weight transfer named {backend!r}: use {SHARED_MEMORY!r} on CPUs, {IPC!r} on one GPU"
+            )
         self.model = model
         self._dtype = getattr(torch, dtype)
         self._transport: _SharedMemory | _NativeTransport = (
-            _SharedMemory() if backend == "shm" else _NativeTransport(rank)
+            _SharedMemory() if backend == SHARED_MEMORY else _NativeTransport(rank)
         )
 
     def send(self, client: WeightSyncClient) -> Manifest:
@@ -46,16 +49,19 @@ class ModelSender:
 
     @torch.inference_mode()
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probabilities [n - 1] of ids 1..n-1 of each sequence, log-softmax in fp32."""
-        device = next(self.model.parameters()).device
-        training = self.model.training
-        self.model.eval()
+        """Log-probabilities [n - 1] of ids 1..n-1 of each sequence; lm_head and log-softmax in fp32."""
+        model: Any = self.model
+        head = model.get_output_embeddings()
+        bias = None if head.bias is None else head.bias.float()
+        training = model.training
+        model.eval()
         result = []
         for ids in sequences:
-            logits = self.model(torch.tensor([list(ids)], device=device)).logits[0, :-1].float()  # [n - 1, V]
-            targets = torch.tensor(list(ids[1:]), device=device)
+            hidden = model.base_model(torch.tensor([list(ids)], device=head.weight.device)).last_hidden_state[0, :-1]
+            logits = torch.nn.functional.linear(hidden.float(), head.weight.float(), bias)  # [n - 1, V]
+            targets = torch.tensor(list(ids[1:]), device=head.weight.device)
             result.append(logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0].tolist())
-        self.model.train(training)
+        model.train(training)
         return result
 
 
@@ -133,7 +139,7 @@ class _NativeTransport:
 
 
 class _Relay:
-    """Forwards to the client of the update under way."""
+    """Forwards to the client of the update under way, with handles in plain types."""
 
     client: WeightSyncClient
 
@@ -144,7 +150,10 @@ class _Relay:
         self.client.start_weight_update()
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        self.client.update_weights(update_info)
+        from rlenv.engine.transfer.ipc import plain_handles
+
+        assert isinstance(update_info, dict)
+        self.client.update_weights(plain_handles(update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.client.finish_weight_update(weight_version)

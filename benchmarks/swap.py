@@ -1,0 +1,185 @@
+"""Swap weights in mid-generation and check every token against a fresh engine that holds the new weights.
+
+    python -m benchmarks.swap --device cpu --out swap.json
+
+The scenario of vLLM's public asynchronous RL example: 13 greedy prompts are in flight; once one has sampled
+`--threshold` tokens the engine is paused (keep), other weights are transferred, it resumes, and each request ends
+on the new weights. A fresh engine that loaded those weights from disk is then given each prompt with its old tokens
+and has to sample the same continuation, token for token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.hardware import hardware, versions
+from rlenv.engine.base import UpdateReport
+from rlenv.engine.transfer.sender import ModelSender
+from rlenv.engine.vllm import VLLMEngine
+from rlenv.models import default_model
+from rlenv.render import Renderer
+from rlenv.types import Completion, Sample
+
+QUESTIONS = [f"What is {17 + 5 * i}+{83 - 4 * i}? Put the answer in \\boxed{{}}." for i in range(13)]
+SHAPES = {
+    "tiny": {},  # the shipped model's
+    "0.6b": {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Swap:
+    """One request: what it sampled before and after, what old weights alone would say, what a fresh engine says."""
+
+    prompt_ids: tuple[int, ...]
+    old_ids: tuple[int, ...]
+    new_ids: tuple[int, ...]
+    unswapped_ids: tuple[int, ...]
+    fresh_ids: tuple[int, ...]
+
+    @property
+    def exact(self) -> bool:
+        return self.new_ids == self.fresh_ids
+
+    @property
+    def differs(self) -> bool:
+        """Whether old weights would have continued otherwise, so that the swap can be seen at all."""
+        return self.new_ids != self.unswapped_ids[len(self.old_ids) :]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parse(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        old, new = (make_model(f"{folder}/{name}", arguments, seed) for name, seed in (("old", 1), ("new", 2)))
+        swaps, report = asyncio.run(run(arguments, old, new))
+    result = summarise(arguments, swaps, report)
+    if arguments.out:
+        Path(arguments.out).write_text(json.dumps(result, indent=2) + "\n")
+    for swap in swaps:
+        verdict = "equal" if swap.exact else "DIFFERENT"
+        tokens = f"… {list(swap.old_ids[-4:])} | {list(swap.new_ids[:4])} …"
+        print(f"{len(swap.old_ids):4d} old + {len(swap.new_ids):4d} new tokens, {verdict}: {tokens}")
+    passed = result["exact"] == result["total"] == len(QUESTIONS) and result["differ"] > 0
+    phases = ("pause_s", "transfer_s", "resume_s", "prove_s")
+    times = " · ".join(f"{phase} {getattr(report, phase):.3f}" for phase in phases)
+    print(
+        f"{'PASS' if passed else 'FAIL'}: {result['exact']} of {result['total']} continuations equal a fresh engine's"
+    )
+    print(times)
+    return 0 if passed else 1
+
+
+async def run(arguments: argparse.Namespace, old: str, new: str) -> tuple[list[Swap], UpdateReport]:
+    """Generate on `old`, swap to `new` in mid-generation, and generate the same continuations on a fresh engine."""
+    greedy = Sample(temperature=0.0, max_tokens=arguments.tokens, ignore_eos=True)
+    with start_engine(arguments, old) as engine:
+        prompts = _prompts(engine)
+        unswapped = await _generate(engine, prompts, greedy)
+        sender = ModelSender(_load(new, arguments), backend=engine.transport, dtype=engine.dtype)
+        requests = [asyncio.create_task(engine.generate(p, greedy, request_id=f"r{i}")) for i, p in enumerate(prompts)]
+        while max(engine.progress().values(), default=0) < arguments.threshold:  # noqa: ASYNC110 - a count, no event
+            await asyncio.sleep(0.002)
+        report = await engine.update_weights(sender, 1)
+        completions = await asyncio.gather(*requests)
+    with start_engine(arguments, new) as engine:
+        split = [_split(completion) for completion in completions]
+        continued = [
+            engine.generate(prompt + list(before), Sample(temperature=0.0, max_tokens=len(after), ignore_eos=True))
+            for prompt, (before, after) in zip(prompts, split, strict=True)
+        ]
+        fresh = await asyncio.gather(*continued)
+    return [
+        Swap(tuple(prompt), before, after, whole.token_ids, again.token_ids)
+        for prompt, (before, after), whole, again in zip(prompts, split, unswapped, fresh, strict=True)
+    ], report
+
+
+def start_engine(arguments: argparse.Namespace, model: str) -> VLLMEngine:
+    return VLLMEngine(model, device=arguments.device, max_model_len=1024, batch_invariant=arguments.device == "cuda")
+
+
+def make_model(folder: str, arguments: argparse.Namespace, seed: int) -> str:
+    """Random weights of the chosen shape, with the shipped tokenizer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(default_model(), max_position_embeddings=1024, **SHAPES[arguments.shape])
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=_dtype(arguments))
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=arguments.std)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(default_model()).save_pretrained(folder)
+    return folder
+
+
+def summarise(arguments: argparse.Namespace, swaps: Sequence[Swap], report: UpdateReport) -> dict[str, Any]:
+    return {
+        "exact": sum(swap.exact for swap in swaps),
+        "total": len(swaps),
+        "differ": sum(swap.differs for swap in swaps),
+        "old_tokens": [len(swap.old_ids) for swap in swaps],
+        "new_tokens": [len(swap.new_ids) for swap in swaps],
+        "settings": {key: value for key, value in vars(arguments).items() if key != "out"},
+        "update": asdict(report),
+        "hardware": hardware(arguments.device),
+        "versions": versions(),
+    }
+
+
+async def _generate(engine: VLLMEngine, prompts: Sequence[Sequence[int]], sample: Sample) -> list[Completion]:
+    return list(await asyncio.gather(*(engine.generate(prompt, sample) for prompt in prompts)))
+
+
+def _prompts(engine: VLLMEngine) -> list[list[int]]:
+    renderer = Renderer(engine.tokenizer)
+    return [renderer.start([{"role": "user", "content": question}]) for question in QUESTIONS]
+
+
+def _split(completion: Completion) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Its tokens of version 0 and of version 1."""
+    assert [span.version for span in completion.spans] == [0, 1], completion.spans
+    border = completion.spans[0].end
+    return completion.token_ids[:border], completion.token_ids[border:]
+
+
+def _load(folder: str, arguments: argparse.Namespace) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=_dtype(arguments)).to(arguments.device)
+
+
+def _dtype(arguments: argparse.Namespace) -> Any:
+    import torch
+
+    return torch.float32 if arguments.device == "cpu" else torch.bfloat16
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="benchmarks.swap", description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--shape", choices=tuple(SHAPES), default=None, help="default: tiny on a CPU, 0.6b on a GPU")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens a request")
+    parser.add_argument("--threshold", type=int, default=40, help="swap once one request has sampled so many")
+    parser.add_argument("--std", type=float, default=None, help="of the random weights; default: 0.08 tiny, 0.03 0.6b")
+    parser.add_argument("--out", help="where the JSON goes")
+    arguments = parser.parse_args(argv)
+    arguments.shape = arguments.shape or ("tiny" if arguments.device == "cpu" else "0.6b")
+    arguments.std = arguments.std or {"tiny": 0.08, "0.6b": 0.03}[arguments.shape]
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())
