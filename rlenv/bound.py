@@ -168,7 +168,13 @@ class EngineBoundEnv(gymnasium.Wrapper[str, Any, str, str]):
 
 
 async def _off_loop(call: Callable[[], T]) -> T:
-    return await asyncio.get_running_loop().run_in_executor(STEPPERS, call)
+    def guarded() -> T:
+        try:
+            return call()
+        except StopIteration as error:  # a future cannot carry it: whoever awaits would wait for ever
+            raise RuntimeError(f"the environment raised StopIteration: {error}") from error
+
+    return await asyncio.get_running_loop().run_in_executor(STEPPERS, guarded)
 
 
 def _check_text(env: gymnasium.Env[str, str]) -> None:
