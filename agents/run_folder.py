@@ -33,7 +33,11 @@ class RunFolder:
         _make_way(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / "config.toml", to_toml(config).encode())
-        self._metrics = open(self.path / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+        self._metrics = open(self.metrics, "a", encoding="utf-8")  # noqa: SIM115
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
 
     @property
     def model(self) -> Path:

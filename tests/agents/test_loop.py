@@ -4,59 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from fakes import FakeLearner
 
 from rlenv.agents.config import TrainConfig
-from rlenv.agents.learner_types import StepMetrics
 from rlenv.agents.loop import TrainLoop, shuffle_rewards, task_seed
-from rlenv.agents.packing import Batch
 from rlenv.agents.tally import StepRow
-from rlenv.engine.base import Manifest, TensorDigest, WeightSyncClient
 from rlenv.engine.scripted import ScriptedEngine
 from rlenv.errors import EngineDeadError, GroupError, LearnerError, WeightUpdateError
 from rlenv.types import Completion, Failure, Group, Sample, Trajectory, VersionSpan
 
 Start = Callable[..., ScriptedEngine]
-
-
-class FakeLearner:
-    """Takes `seconds` for a step and remembers each batch; `fails_at` names a step that raises."""
-
-    def __init__(self, seconds: float = 0.0, fails_at: int = 0) -> None:
-        self.seconds, self.fails_at = seconds, fails_at
-        self.batches: list[Batch] = []
-
-    async def step(self, batch: Batch) -> StepMetrics:
-        await asyncio.sleep(self.seconds)
-        self.batches.append(batch)
-        if len(self.batches) == self.fails_at:
-            raise LearnerError("the learner's process died")
-        return StepMetrics(
-            version=batch.version + 1,
-            loss=0.0,
-            grad_norm=1.0,
-            lr=1e-3,
-            rows=batch.rows,
-            tokens=batch.live_tokens,
-            entropy=1.0,
-            clip_fraction=0.0,
-            frac_zero_std=batch.zero_std_fraction,
-            fresh=None,
-            stale=None,
-            by_staleness={},
-            seconds=self.seconds,
-        )
-
-    def send(self, client: WeightSyncClient) -> Manifest:
-        client.start_weight_update()
-        return {"w": TensorDigest("float32", (1,), "0")}
-
-    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return [[0.0] * (len(ids) - 1) for ids in sequences]
 
 
 def row(completion: Completion, seed: int, reward: float) -> Trajectory:

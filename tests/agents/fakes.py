@@ -1,0 +1,51 @@
+"""A learner without a model, for tests of what stands around it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlenv.agents.learner_types import StepMetrics
+from rlenv.agents.packing import Batch
+from rlenv.engine.base import Manifest, TensorDigest, WeightSyncClient
+from rlenv.errors import LearnerError
+
+
+class FakeLearner:
+    """Takes `seconds` for a step and remembers each batch; `fails_at` names a step that raises."""
+
+    def __init__(self, seconds: float = 0.0, fails_at: int = 0) -> None:
+        self.seconds, self.fails_at = seconds, fails_at
+        self.batches: list[Batch] = []
+
+    async def step(self, batch: Batch) -> StepMetrics:
+        await asyncio.sleep(self.seconds)
+        self.batches.append(batch)
+        if len(self.batches) == self.fails_at:
+            raise LearnerError("the learner's process died")
+        return StepMetrics(
+            version=batch.version + 1,
+            loss=0.0,
+            grad_norm=1.0,
+            lr=1e-3,
+            rows=batch.rows,
+            tokens=batch.live_tokens,
+            entropy=1.0,
+            clip_fraction=0.0,
+            frac_zero_std=batch.zero_std_fraction,
+            fresh=None,
+            stale=None,
+            by_staleness={},
+            seconds=self.seconds,
+        )
+
+    def send(self, client: WeightSyncClient) -> Manifest:
+        client.start_weight_update()
+        return {"w": TensorDigest("float32", (1,), "0")}
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [[0.0] * (len(ids) - 1) for ids in sequences]
+
+    async def save(self, folder: Path) -> None:
+        await asyncio.to_thread(folder.mkdir)
