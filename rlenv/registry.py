@@ -37,6 +37,7 @@ _OWN_TASKS = {
     "word-problems-v0": "rlenv.tasks.word_problems:WordProblemsEnv",
 }
 _listed: dict[str, None] = {}  # ids in the order in which they were registered through this module
+_reported: set[str] = set()  # clashes that a warning told of already
 
 EnvCreator = Callable[..., gymnasium.Env[str, str]]
 
@@ -144,7 +145,7 @@ def _register_or_warn(id: str, entry_point: str) -> None:
     try:
         register(id, entry_point)
     except ConfigError as error:
-        warnings.warn(str(error), stacklevel=4)
+        _report(str(error))
 
 
 def _alias(name: str) -> None:
@@ -152,11 +153,16 @@ def _alias(name: str) -> None:
     own = gymnasium.registry[f"{NAMESPACE}/{name}"]
     holder = gymnasium.registry.setdefault(name, own)
     if _author(holder) != _author(own):
-        warnings.warn(
+        _report(
             f"gymnasium.make({name!r}) stays {_author(holder)}, which was registered first; "
-            f"rlenv's task of that name is '{own.id}'",
-            stacklevel=4,
+            f"rlenv's task of that name is '{own.id}'"
         )
+
+
+def _report(clash: str) -> None:
+    if clash not in _reported:
+        _reported.add(clash)
+        warnings.warn(clash, stacklevel=5)  # at the import of rlenv
 
 
 def _resolve(id: str | EnvSpec) -> EnvSpec:
