@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import copy
 import re
+import threading
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from rlenv.errors import ConfigError
 from rlenv.types import Completion, Message
@@ -27,7 +29,6 @@ PLAIN_TEMPLATE = (
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
 _QUESTION: Message = {"role": "user", "content": "?"}
-_ANCHOR = "\ue0ff\ue0fe\ue0ff"  # stands before a run of text that does not open the row
 
 
 class Renderer:
@@ -44,7 +45,7 @@ class Renderer:
         self._tokenizer = tokenizer
         self._template = None if tokenizer.chat_template else PLAIN_TEMPLATE
         self._control = _ControlTokens(tokenizer)
-        self._encode = _literal_encoder(tokenizer)
+        self._encode = _literal_encoder(tokenizer, self._control)
         self._closing = self._after_answer([], prompt=False)  # what ends an assistant's turn
         ends = [id for id in (*self._closing[:1], tokenizer.eos_token_id) if id in self._control.ids.values()]
         if not ends:
@@ -161,18 +162,38 @@ class _Hidden:
         return f"{self._mark}{self._names.index(match.group())}{self._mark}"
 
 
-def _literal_encoder(tokenizer: Any) -> Callable[..., list[int]]:
-    """A function `(text, *, opens) -> ids` for which special tokens are text like any other.
+class Encode(Protocol):
+    """Text to ids with special tokens read as text. What `opens` a row may get a space put before it."""
 
-    Some tokenizers put a space before text that opens the row; elsewhere the text is encoded behind an anchor
-    token, whose id is dropped.
-    """
-    plain, anchored = _literal(tokenizer), _literal(tokenizer, _ANCHOR)
+    def __call__(self, text: str, *, opens: bool) -> list[int]: ...
+
+
+_ANCHOR = "\ue0ff\ue0fe\ue0ff"  # one token, behind which text is encoded as it is in the middle of a row
+_encoders: weakref.WeakKeyDictionary[Any, tuple[int, Encode]] = weakref.WeakKeyDictionary()
+_making = threading.Lock()
+
+
+def _literal_encoder(tokenizer: Any, control: _ControlTokens) -> Encode:
+    """The tokenizer's `Encode`, made once for all renderers: to copy a large vocabulary takes a second."""
+    with _making:
+        size, encode = _encoders.get(tokenizer, (None, None))
+        if encode is None or size != len(tokenizer):
+            encode = _made_encoder(tokenizer, control)
+            _encoders[tokenizer] = len(tokenizer), encode
+    return encode
+
+
+def _made_encoder(tokenizer: Any, control: _ControlTokens) -> Encode:
+    plain = _literal(tokenizer)
+    behind = [tokenizer.encode(name + "a", add_special_tokens=False)[1:] for name in control.names[:1]]
+    if behind == [plain("a")]:
+        return lambda text, *, opens: plain(text)
+    anchored = _literal(tokenizer, _ANCHOR)
 
     def encode(text: str, *, opens: bool) -> list[int]:
-        if not text:
-            return []
-        return plain(text) if opens or _ANCHOR in text else anchored(_ANCHOR + text)[1:]
+        if opens or not text or _ANCHOR in text:
+            return plain(text)
+        return anchored(_ANCHOR + text)[1:]
 
     return encode
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import subprocess
 import sys
@@ -150,6 +151,21 @@ def test_threads_may_share_a_renderer(thinking_tokenizer: Any) -> None:
     chats = [[message("user", f"{INJECTION} {i}")] for i in range(200)]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(renderer.start, chats)) == [renderer.start(chat) for chat in chats]
+
+
+def test_tokens_added_later_are_known_to_the_next_renderer(thinking_tokenizer: Any) -> None:
+    tokenizer = copy.deepcopy(thinking_tokenizer)
+    Renderer(tokenizer)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|im_start|>", "<|new|>"]})
+    row = Renderer(tokenizer).start([message("user", "<|new|>")])
+    assert tokenizer.convert_tokens_to_ids("<|new|>") not in row
+    assert "<|new|>" in tokenizer.decode(row)
+
+
+def test_further_renderers_of_a_tokenizer_are_cheap(thinking_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Renderer(thinking_tokenizer)
+    monkeypatch.setattr("rlenv.render.copy.deepcopy", lambda _: pytest.fail("copied the vocabulary again"))
+    assert Renderer(thinking_tokenizer).start([message("user", "ok")]) == first.start([message("user", "ok")])
 
 
 def test_stop_ids_are_the_end_token_and_the_one_that_closes_a_turn(thinking_tokenizer: Any) -> None:
