@@ -27,7 +27,8 @@ class Sample:
 
     `max_tokens=None` means as many as the context leaves. `top_k=0` means all. With `seed=None` the
     engine draws its own. Log-probabilities always come back: they are those of the distribution that
-    was sampled from (after temperature, top-p and top-k).
+    was sampled from (after temperature, top-p and top-k). An answer that one of the `stop` strings ends
+    keeps it as the end of its text, and every sampled id in its ids.
     """
 
     temperature: float = 1.0

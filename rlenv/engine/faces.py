@@ -72,7 +72,10 @@ class EngineFaces:
         await asyncio.wrap_future(self.start(self._abort(wanted)))
 
     async def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = True) -> None:
-        """Stop scheduling; the last of several pauses decides what becomes of the requests in flight."""
+        """Stop scheduling; the last of several pauses decides what becomes of the requests in flight.
+
+        Raises ConfigError when requests that a "keep" holds are to be waited for.
+        """
         await asyncio.wrap_future(self.start(self._pause(_checked(mode), clear_cache)))
 
     def pause_sync(self, mode: PauseMode = "keep", *, clear_cache: bool = True) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from rlenv.engine.base import Manifest, PauseMode, UpdateReport, WeightSender
 from rlenv.engine.faces import EngineFaces
-from rlenv.errors import WeightUpdateError
+from rlenv.errors import ConfigError, WeightUpdateError
 from rlenv.render import Renderer
 from rlenv.types import Completion, FinishReason, Sample, VersionSpan, version_of
 
@@ -143,6 +143,8 @@ class ScriptedEngine(EngineFaces):
             await self._change.wait()
 
     async def _pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        if mode == "wait" and self._paused == "keep":
+            raise ConfigError("requests that are held by a pause cannot be waited for: resume first")
         self._paused = mode
         self._announce()
         if mode == "abort":

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rlenv.engine.base import Engine, Manifest, WeightSyncClient
+from rlenv.engine.base import Engine, Manifest, PauseMode, WeightSyncClient
 from rlenv.errors import ConfigError
 from rlenv.render import text_of
 from rlenv.types import Completion, Sample
@@ -169,6 +169,35 @@ def test_pause_and_resume_have_no_undefined_state(case: EngineCase) -> None:
         return await waiting
 
     assert len(_run(scenario()).token_ids) == 12
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_pausing_twice_is_pausing_once(case: EngineCase, mode: PauseMode) -> None:
+    async def scenario() -> Completion:
+        await _soon(case.engine.pause(mode))
+        await _soon(case.engine.pause(mode))
+        waiting = case.engine.submit(case.prompt_ids, GREEDY)
+        await _soon(case.engine.resume())
+        return await asyncio.wrap_future(waiting)
+
+    assert _run(scenario()).finish_reason == "length"
+
+
+def test_requests_that_are_kept_can_be_aborted_and_not_waited_for(case: EngineCase) -> None:
+    async def scenario() -> Completion:
+        kept = case.engine.submit(case.prompt_ids, LONG)
+        await asyncio.sleep(case.underway_s)
+        await case.engine.pause("keep")
+        with pytest.raises(ConfigError, match="resume first"):
+            await case.engine.pause("wait")
+        await case.engine.pause("abort")
+        completion = kept.result(1)
+        await case.engine.resume()
+        return completion
+
+    completion = _run(scenario())
+    assert completion.finish_reason == "abort"
+    assert 0 < len(completion.token_ids) < 100
 
 
 def test_pause_knows_its_three_modes_only(case: EngineCase) -> None:

@@ -88,18 +88,6 @@ def test_sync_twins_do_what_the_coroutines_do(scripted: Start, sender: Any) -> N
     assert engine.weight_version == 3
 
 
-def test_last_pause_decides_about_the_requests_in_flight(scripted: Start) -> None:
-    engine = scripted(lambda prompt_ids, sample: FOREVER, delay=0.001)
-    running = engine.submit(PROMPT, Sample(max_tokens=50))
-    time.sleep(0.01)
-    engine.pause_sync("keep")
-    engine.pause_sync("wait")
-    assert running.result(0.1).finish_reason == "length"
-    queued = engine.submit(PROMPT, Sample())
-    engine.pause_sync("abort")
-    assert queued.result(0.1).token_ids == ()
-
-
 def test_sender_is_heard_and_its_manifest_kept(scripted: Start, sender: Any) -> None:
     engine = scripted(lambda prompt_ids, sample: QUESTION)
     report = engine.update_weights_sync(sender, 1)
