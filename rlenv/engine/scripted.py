@@ -43,6 +43,7 @@ class ScriptedEngine(EngineFaces):
         logprob: float = -1.0,
         model: str = "scripted",
     ) -> None:
+        renderer = Renderer(tokenizer)  # which may refuse the tokenizer, before a thread is started
         super().__init__(model, max_model_len)
         self.policy = policy
         self.delay = delay
@@ -51,7 +52,7 @@ class ScriptedEngine(EngineFaces):
         self.sync_calls: list[tuple[str, Any]] = []  # what senders asked of the engine, in order
         self.refuted: set[str] = set()  # labels whose proof fails; a test adds "5" before update 5
         self._tokenizer = tokenizer
-        self._renderer = Renderer(tokenizer)
+        self._renderer = renderer
         self._logprob = logprob
         self._requests: set[_Request] = set()  # by identity: ids that callers choose may repeat
         self._numbers = itertools.count()
