@@ -105,7 +105,7 @@ class TextVectorEnv(gymnasium.vector.VectorEnv[tuple[str, ...], Any, npt.NDArray
         Raises what an environment or the engine raised, after the other slots are done; the slot that failed
         needs a reset. Raises ResetNeeded under DISABLED when an episode is over.
         """
-        if busy := [slot.index for slot in self._slots if slot.errand is not None or self._finished]:
+        if busy := [slot.index for slot in self._slots if self._under_way(slot)]:
             raise ConfigError(f"slots {busy} are on their way: recv() them, or reset, before step()")
         self.send(actions)
         try:
@@ -177,9 +177,12 @@ class TextVectorEnv(gymnasium.vector.VectorEnv[tuple[str, ...], Any, npt.NDArray
         slot.started, slot.over = True, False
         return snapshot(info)
 
+    def _under_way(self, slot: _Slot) -> bool:
+        return slot.errand is not None or any(errand.slot is slot for errand in self._finished)
+
     def _check(self, errand: _Errand) -> None:
         slot = errand.slot
-        if slot.errand is not None or any(other.slot is slot for other in self._finished):
+        if self._under_way(slot):
             raise ConfigError(f"slot {slot.index} is on its way: recv() it before it is sent another action")
         if slot.over and (self.autoreset_mode is not AutoresetMode.NEXT_STEP or not slot.started):
             raise ResetNeeded(f"no episode is running in slot {slot.index}: reset it, with options['reset_mask']")

@@ -69,8 +69,7 @@ def test_a_batch_of_text_is_a_tuple() -> None:
     assert len(set(batch.sample())) == 3
 
 
-@pytest.mark.parametrize("shared_memory", [True, False])
-@pytest.mark.parametrize("copies", [True, False])
+@pytest.mark.parametrize(("shared_memory", "copies"), [(True, True), (True, False), (False, True)])
 def test_gymnasiums_own_vectors_return_the_texts_in_order(shared_memory: bool, copies: bool) -> None:
     sync = SyncVectorEnv([Echo] * 3)
     apart = AsyncVectorEnv([Echo] * 3, shared_memory=shared_memory, copy=copies, context="forkserver")
