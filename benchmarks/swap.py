@@ -90,7 +90,8 @@ async def run(arguments: argparse.Namespace, old: str, new: str) -> tuple[list[S
         requests = [asyncio.create_task(engine.generate(p, greedy, request_id=f"r{i}")) for i, p in enumerate(prompts)]
         while max(engine.progress().values(), default=0) < arguments.threshold:  # noqa: ASYNC110 - a count, no event
             await asyncio.sleep(0.002)
-        report = await engine.update_weights(sender, 1)
+        await engine.pause("keep")
+        report = await engine.update_weights(sender, 1)  # resumes, too
         completions = await asyncio.gather(*requests)
     with start_engine(arguments, new) as engine:
         split = [_split(completion) for completion in completions]
@@ -114,7 +115,9 @@ def make_model(folder: str, arguments: argparse.Namespace, seed: int) -> str:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    config = AutoConfig.from_pretrained(default_model(), max_position_embeddings=1024, **SHAPES[arguments.shape])
+    shipped = AutoConfig.from_pretrained(default_model())
+    shape = SHAPES[arguments.shape] | {"max_position_embeddings": 1024, "layer_types": None}
+    config = type(shipped)(**(shipped.to_dict() | shape))
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=_dtype(arguments))
     for parameter in model.parameters():

@@ -26,6 +26,7 @@ from rlenv.engine.transfer.proof import CanaryResult, WeightRows, canary_prompt
 from rlenv.engine.transfer.update import WeightUpdater
 from rlenv.engine.transfer.worker import EXTENSION
 from rlenv.errors import ConfigError, EngineDeadError, EngineError
+from rlenv.render import Renderer, text_of
 from rlenv.types import Completion, FinishReason, Sample, VersionSpan
 
 # A launcher's variables would make vLLM's children join the learner's process group.
@@ -67,7 +68,7 @@ class VLLMEngine(EngineFaces):
         _check_plugin()
         super().__init__(folder, max_model_len or _context_of(folder))
         self._ids = itertools.count()
-        self._paused = False
+        self._kept = False  # whether a pause holds requests in mid-generation
         self._running: dict[str, str] = {}  # vLLM's request id → the caller's
         self._llm: Any = None
         arguments = {
@@ -141,7 +142,7 @@ class VLLMEngine(EngineFaces):
             token_ids=tuple(result.token_ids),
             logprobs=tuple(result.logprobs.logprobs) if result.token_ids else (),
             spans=self._spans(result.weight_versions or [], label),
-            text=result.text if sample.stop else self.tokenizer.decode(result.token_ids, skip_special_tokens=True),
+            text=text_of(self.tokenizer, result.token_ids, sample.stop),
             finish_reason=_finish_reason(result.finish_reason),
         )
 
@@ -210,13 +211,13 @@ class VLLMEngine(EngineFaces):
 
     async def hold(self, mode: PauseMode, clear_cache: bool) -> None:
         """Pause; when paused already, a later mode still decides about the requests that were kept."""
-        if mode == "wait" and self._paused:
-            raise ConfigError("requests that are held by a pause cannot be waited for: resume first")
-        self._paused = True
+        if mode == "wait" and self._kept:
+            raise ConfigError("requests that a pause keeps cannot be waited for: resume first")
+        self._kept = mode == "keep"
         await self._llm.pause_generation(mode=mode, clear_cache=clear_cache)
 
     async def release(self) -> None:
-        self._paused = False
+        self._kept = False
         await self._llm.resume_generation()
 
     # ------------------------------------------------------------------ weights
@@ -278,9 +279,9 @@ class VLLMEngine(EngineFaces):
             for child in multiprocessing.active_children():
                 if child.name.startswith("EngineCore"):
                     child.terminate()
-        else:
-            await asyncio.to_thread(self._llm.shutdown, timeout=SHUTDOWN_S)
-            self._llm = None  # collected now: its finaliser fails at interpreter exit
+            return
+        self._llm.shutdown(timeout=SHUTDOWN_S)
+        self._llm.shutdown = _nothing  # its finaliser calls it again at interpreter exit, when half of vLLM is gone
 
 
 def _start_vllm(arguments: dict[str, Any], transport: str, environment: dict[str, str]) -> Any:
@@ -376,10 +377,10 @@ def _context_of(model: str) -> int:
 
 
 def _end_ids(model: str) -> list[int]:
-    """Ids that end a turn: the tokenizer's end token, and those of the generation config."""
+    """Ids that end a turn: by the chat template and tokenizer, and by the generation config."""
     from transformers import GenerationConfig
 
-    ids = {_tokenizer(model).eos_token_id}
+    ids = set(Renderer(_tokenizer(model)).stop_ids)
     with contextlib.suppress(OSError):  # a model folder need not have one
         configured = GenerationConfig.from_pretrained(model).eos_token_id
         ids.update(configured if isinstance(configured, list) else [configured])
@@ -390,3 +391,7 @@ def _finish_reason(reason: str) -> FinishReason:
     if reason in ("stop", "length", "abort"):
         return reason  # type: ignore[return-value]
     raise EngineError(f"vLLM ended a request with {reason!r}")
+
+
+def _nothing(timeout: float | None = None) -> None:
+    """Stands in for a shutdown that has happened."""
