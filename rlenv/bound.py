@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 import gymnasium
 
 from rlenv.engine.base import Engine
-from rlenv.errors import AbortedError, ConfigError, EnvError
+from rlenv.errors import AbortedError, ConfigError
 from rlenv.render import Renderer
 from rlenv.spaces import Text, TextOrSample
 from rlenv.types import Completion, Message, Sample
@@ -33,9 +33,11 @@ class EngineBoundEnv(gymnasium.Wrapper[str, Any, str, str]):
 
     The transcript is kept as exact ids: the prompt of turn n + 1 is the prompt of turn n, what was sampled on
     it, and the rendered text of the environment. When the next prompt no longer fits the engine's context, the
-    episode is `truncated` with `info["truncated_by"] = "context"`, and what was earned stays. A first prompt
-    that does not fit is reported by `reset` in `info["failure"]`, and a `Sample` on it by `step` likewise. The
-    failure of an isolated environment's process, too, is a truncated step that names its cause there.
+    episode is `truncated` with `info["truncated_by"] = "context"`, and what was earned stays.
+
+    An episode that has no verdict names the cause in `info["failure"]`: a first prompt that does not fit
+    ("prompt_too_long", told by `reset`, and by `step` when it is asked to sample), or an isolated environment
+    that hung or died ("timeout", "died"). Its last step is truncated and worth nothing.
 
     The engine is shared: never closed, copied or pickled with the environment, nor part of its spec.
     """
@@ -57,6 +59,7 @@ class EngineBoundEnv(gymnasium.Wrapper[str, Any, str, str]):
         self._messages: list[Message] = []
         self._ids: list[int] = []
         self._pending: Future[Completion] | None = None
+        self._failure = ""  # why this episode cannot be sampled
         self._cached_spec = env.spec  # what can be made again: without this wrapper and its engine
 
     @property
@@ -75,7 +78,8 @@ class EngineBoundEnv(gymnasium.Wrapper[str, Any, str, str]):
         opening: list[Message] = [] if self._system is None else [{"role": "system", "content": self._system}]
         self._messages = [*opening, {"role": "user", "content": observation}]
         self._ids = self._renderer.start(self._messages)
-        return observation, info if self._fits() else {**info, "failure": "prompt_too_long"}
+        self._failure = info.get("failure", "" if self._fits() else "prompt_too_long")
+        return observation, {**info, "failure": self._failure} if self._failure else info
 
     def step(self, action: str | Sample) -> Step:
         """Raises AbortedError when the engine aborted the request: what it had sampled is no answer."""
@@ -104,7 +108,7 @@ class EngineBoundEnv(gymnasium.Wrapper[str, Any, str, str]):
     def begin(self, action: str | Sample) -> Future[Completion] | None:
         """Submit what the action asks for and return at once; None when there is nothing to wait for."""
         self._cancel()
-        if isinstance(action, Sample) and self._fits():
+        if isinstance(action, Sample) and not self._failure:
             self._pending = self.engine.submit(self._ids, action)
         return self._pending
 
@@ -116,7 +120,7 @@ class EngineBoundEnv(gymnasium.Wrapper[str, Any, str, str]):
         if isinstance(action, str):
             return self._advance(action, action)
         if completion is None:
-            return "", 0.0, False, True, {"failure": "prompt_too_long"}
+            return "", 0.0, False, True, {"failure": self._failure}
         if self._pending is None or not self._pending.done() or self._pending.result() is not completion:
             raise CancelledError(f"request {completion.request_id} belongs to an episode that was reset")
         self._pending = None
@@ -131,17 +135,14 @@ class EngineBoundEnv(gymnasium.Wrapper[str, Any, str, str]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EngineBoundEnv:
         twin = EngineBoundEnv(copy.deepcopy(self.env, memo), self.engine, system=self._system, renderer=self._renderer)
-        twin._messages, twin._ids = [*self._messages], [*self._ids]
+        twin._messages, twin._ids, twin._failure = [*self._messages], [*self._ids], self._failure
         return twin
 
     def __getstate__(self) -> NoReturn:
         raise ConfigError("a live engine cannot be pickled: send env.spec, and make the environment where it is to run")
 
     def _advance(self, text: str, answer: str | Completion) -> Step:
-        try:
-            observation, reward, terminated, truncated, info = self.env.step(text)
-        except EnvError as error:  # an isolated environment's process is gone, and its verdict with it
-            return "", 0.0, False, True, {"failure": type(error).__name__}
+        observation, reward, terminated, truncated, info = self.env.step(text)
         over = bool(terminated or truncated)
         self._append(text, answer, observation, over)
         if not over and not self._fits():

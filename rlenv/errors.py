@@ -3,8 +3,7 @@
 RlenvError
 ├── ConfigError (ValueError)        a setting that cannot work
 │   └── UnknownTaskError            no such task; names the nearest
-├── EnvError (RuntimeError)         an isolated environment's process failed
-│   └── EnvTimeoutError (TimeoutError)   it took longer than its limit
+├── EnvError (RuntimeError)         an environment's process could not start
 ├── GroupError (RuntimeError)       every rollout failed: nothing to train on
 ├── EngineError (RuntimeError)      the rollout engine cannot go on
 │   ├── AbortedError                it aborted this request
@@ -29,11 +28,7 @@ class UnknownTaskError(ConfigError):
 
 
 class EnvError(RlenvError, RuntimeError):
-    """An isolated environment's process failed; the message names the task."""
-
-
-class EnvTimeoutError(EnvError, TimeoutError):
-    """An isolated environment took longer than its limit, and its process was ended."""
+    """An environment's process could not start, or raised what cannot be sent; the message names it."""
 
 
 class GroupError(RlenvError, RuntimeError):

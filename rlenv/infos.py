@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+_PLAIN_NUMBERS = {bool, int, float}
+
 
 def batch_infos(infos: Mapping[int, Mapping[str, Any]], count: int) -> dict[str, Any]:
     """Infos by row → `{key: array [count], "_key": mask [count]}`, dicts recursively.
@@ -20,9 +22,7 @@ def batch_infos(infos: Mapping[int, Mapping[str, Any]], count: int) -> dict[str,
     batched: dict[str, Any] = {}
     for key in dict.fromkeys(key for info in infos.values() for key in info):
         rows = {row: info[key] for row, info in infos.items() if key in info}
-        mask = np.zeros(count, dtype=np.bool_)
-        mask[[*rows]] = True
-        batched[key], batched[f"_{key}"] = _column(key, rows, count), mask
+        batched[key], batched[f"_{key}"] = _column(key, rows, count), _mask(rows, count)
     return batched
 
 
@@ -37,11 +37,14 @@ def snapshot(value: Any) -> Any:
 
 def _column(key: str, rows: Mapping[int, Any], count: int) -> Any:
     values = [*rows.values()]
-    if key != "final_obs" and all(isinstance(value, dict) for value in values):
+    kinds = {*map(type, values)}
+    if key == "final_obs":
+        column = np.full(count, None, dtype=object)
+    elif kinds == {dict}:
         return batch_infos(rows, count)
-    if key != "final_obs" and all(_is_number(value) for value in values):
-        column = np.zeros(count, dtype=np.result_type(*(np.asarray(value).dtype for value in values)))
-    elif key != "final_obs" and len({_form(value) for value in values}) == 1 and isinstance(values[0], np.ndarray):
+    elif all(kind in _PLAIN_NUMBERS or issubclass(kind, np.number) for kind in kinds):
+        column = np.zeros(count, dtype=kinds.pop() if len(kinds) == 1 else np.result_type(*kinds))
+    elif kinds == {np.ndarray} and len({(value.shape, value.dtype) for value in values}) == 1:
         column = np.zeros((count, *values[0].shape), dtype=values[0].dtype)
     else:
         column = np.full(count, None, dtype=object)
@@ -50,9 +53,10 @@ def _column(key: str, rows: Mapping[int, Any], count: int) -> Any:
     return column
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (bool, int, float) or isinstance(value, np.number)
-
-
-def _form(value: Any) -> tuple[Any, ...]:
-    return (value.shape, value.dtype) if isinstance(value, np.ndarray) else (type(value),)
+def _mask(rows: Mapping[int, Any], count: int) -> Any:
+    mask = np.zeros(count, dtype=np.bool_)
+    if len(rows) == count:
+        mask[:] = True
+    else:
+        mask[[*rows]] = True
+    return mask

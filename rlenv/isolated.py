@@ -18,7 +18,7 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.error import ResetNeeded
 
-from rlenv.errors import ConfigError, EnvError, EnvTimeoutError
+from rlenv.errors import ConfigError, EnvError
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _START_LIMIT_S = 120.0  # imports and data, and the server's own start
@@ -29,9 +29,11 @@ Step = tuple[str, float, bool, bool, dict[str, Any]]
 class IsolatedEnv(gymnasium.Env[str, str]):
     """`gymnasium.make(spec, **kwargs)` in a worker process; `reset` and `step` take at most `timeout_s` seconds.
 
-    Raises EnvTimeoutError when one takes longer and EnvError when the process dies: the worker is gone then, and
-    the next `reset` starts another (with a seed, its random stream is the same as ever). An exception of the
-    environment arrives as itself.
+    When one takes longer, or the process dies, the episode has no verdict: its last step is truncated, and
+    `info["failure"]` says "timeout" or "died". The worker is gone then; the next `reset` starts another (with
+    a seed, its random stream is the same as ever). An exception of the environment arrives as itself.
+
+    Raises EnvError when the environment cannot be started.
     """
 
     def __init__(self, spec: EnvSpec, kwargs: dict[str, Any], *, timeout_s: float) -> None:
@@ -41,25 +43,34 @@ class IsolatedEnv(gymnasium.Env[str, str]):
         self._made_from = (spec, kwargs)
         self._lock = threading.Lock()
         self._worker: tuple[multiprocessing.process.BaseProcess, Connection] | None = None
+        self._failure = ""  # why the worker is gone
         self.spec, self.observation_space, self.action_space = self._launch()
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         with self._lock:
             if self._worker is None:
                 self._launch()
-            answer: tuple[str, dict[str, Any]] = self._ask("reset", {"seed": seed, "options": options}, self.timeout_s)
+            try:
+                answer: tuple[str, dict[str, Any]] = self._ask("reset", {"seed": seed, "options": options})
+            except _Lost:
+                return "", {"failure": self._failure}
             return answer
 
     def step(self, action: str) -> Step:
         with self._lock:
-            if self._worker is None:
-                raise ResetNeeded("the environment's process is gone: call reset() to start another")
-            answer: Step = self._ask("step", {"action": action}, self.timeout_s)
-            return answer
+            try:
+                if self._worker is not None:
+                    answer: Step = self._ask("step", {"action": action})
+                    return answer
+            except _Lost:
+                pass
+            if not self._failure:
+                raise ResetNeeded("the environment is closed: call reset() to start it again")
+            return "", 0.0, False, True, {"failure": self._failure}
 
     def close(self) -> None:
         """End the worker, in the middle of a step as well."""
-        self._end()
+        self._end("")
 
     def _launch(self) -> Any:
         """Start a worker; what it sends first: its spec and its two spaces."""
@@ -68,44 +79,48 @@ class IsolatedEnv(gymnasium.Env[str, str]):
         process = _CONTEXT.Process(target=_serve, args=(theirs, *self._made_from), daemon=True, name="rlenv env")
         process.start()
         theirs.close()
-        self._worker = process, ours
+        self._worker, self._failure = (process, ours), ""
         try:
             return self._ask("describe", {}, _START_LIMIT_S)
+        except _Lost:
+            raise EnvError(f"the process of {self._made_from[0].id} did not start: {self._failure}") from None
         except BaseException:
-            self._end()
+            self._end("")
             raise
 
-    def _ask(self, call: str, arguments: dict[str, Any], limit_s: float) -> Any:
+    def _ask(self, call: str, arguments: dict[str, Any], limit_s: float | None = None) -> Any:
+        """The worker's answer, or the environment's exception; raises _Lost when there will be none."""
         assert self._worker is not None
-        process, connection = self._worker
+        _, connection = self._worker
         try:
             connection.send((call, arguments))
-            in_time = connection.poll(limit_s)
+            in_time = connection.poll(self.timeout_s if limit_s is None else limit_s)
             answer, error = connection.recv() if in_time else (None, None)
         except (EOFError, OSError):
-            self._end()
-            raise EnvError(f"the process of {self._task} died in {call} (exit code {process.exitcode})") from None
+            self._end("died")
+            raise _Lost from None
         except BaseException:
-            self._end()  # an interrupted call leaves a reply that would answer the next one
+            self._end("interrupted")  # the reply would answer the next call
             raise
         if not in_time:
-            self._end()
-            raise EnvTimeoutError(f"{call} of {self._task} took over {limit_s:g} s: its process was ended")
+            self._end("timeout")
+            raise _Lost
         if error is not None:
             raise error
         return answer
 
-    @property
-    def _task(self) -> str:
-        return self._made_from[0].id
-
-    def _end(self) -> None:
+    def _end(self, failure: str) -> None:
         worker, self._worker = self._worker, None
         if worker is not None:
+            self._failure = failure
             process, connection = worker
             process.kill()
             process.join()
             connection.close()
+
+
+class _Lost(Exception):
+    """The worker is gone."""
 
 
 def _serve(connection: Connection, spec: EnvSpec, kwargs: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import queue
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import gymnasium
@@ -21,7 +22,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
 from rlenv.bound import STEPPERS, EngineBoundEnv, Step
-from rlenv.errors import ConfigError, EnvError
+from rlenv.errors import ConfigError
 from rlenv.infos import batch_infos, snapshot
 from rlenv.isolated import IsolatedEnv
 from rlenv.spaces import Text, TextOrSample
@@ -32,6 +33,7 @@ Bools = npt.NDArray[np.bool_]
 Batch = tuple[tuple[str, ...], Floats, Bools, Bools, dict[str, Any]]
 SlotBatch = tuple[npt.NDArray[np.int64], tuple[str, ...], Floats, Bools, Bools, dict[str, Any]]
 Actions = str | Sample | Sequence[str | Sample]
+_SLOT = attrgetter("slot.index")
 
 
 @dataclass(eq=False, slots=True)
@@ -40,6 +42,7 @@ class _Slot:
 
     index: int
     env: gymnasium.Env[str, Any]
+    bound: EngineBoundEnv | None  # the same, when it can sample
     observation: str = ""
     started: bool = False
     over: bool = True  # needs a reset before it can step
@@ -52,7 +55,7 @@ class _Errand:
 
     slot: _Slot
     action: str | Sample
-    ignored: bool = False  # NEXT_STEP: a reset instead of a step
+    ignored: bool  # NEXT_STEP: a reset instead of a step
     pending: Future[Completion] | None = None
     result: Step | None = None
     error: Exception | None = None
@@ -72,19 +75,22 @@ class TextVectorEnv(gymnasium.vector.VectorEnv[tuple[str, ...], Any, npt.NDArray
         self.envs = [*envs]
         self.num_envs = len(self.envs)
         self.autoreset_mode = AutoresetMode(autoreset_mode)
+        bound = [env if isinstance(env, EngineBoundEnv) else None for env in self.envs]
+        self._apart = any(isinstance(env.unwrapped, IsolatedEnv) for env in self.envs)
+        self._waits = self._apart or any(one is not None for one in bound)
+        self._same_step = self.autoreset_mode is AutoresetMode.SAME_STEP
         self.metadata = {**self.envs[0].metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode = self.envs[0].render_mode
-        bound = any(isinstance(env, EngineBoundEnv) for env in self.envs)
         self.single_observation_space = Text()
-        self.single_action_space = TextOrSample() if bound else Text()
+        self.single_action_space = TextOrSample() if any(one is not None for one in bound) else Text()
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         specs = [env.spec for env in self.envs]
         self.spec = specs[0] if all(spec == specs[0] for spec in specs) else None
-        self._slots = [_Slot(index, env) for index, env in enumerate(self.envs)]
+        self._slots = [_Slot(index, env, one) for index, (env, one) in enumerate(zip(self.envs, bound, strict=True))]
         self._arrived: queue.SimpleQueue[_Errand] = queue.SimpleQueue()
-        self._finished: list[_Errand] = []
-        self._apart = any(isinstance(env.unwrapped, IsolatedEnv) for env in self.envs)
+        self._done: list[_Errand] = []
+        self._failed: list[_Errand] = []
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
@@ -109,20 +115,22 @@ class TextVectorEnv(gymnasium.vector.VectorEnv[tuple[str, ...], Any, npt.NDArray
             raise ConfigError(f"slots {busy} are on their way: recv() them, or reset, before step()")
         self.send(actions)
         try:
-            return _batch(self._collect(self.num_envs))
+            self._collect(self.num_envs)
+            return _batch(sorted(self._done, key=_SLOT) if self._waits else self._done)
         finally:
-            self._finished.clear()
+            self._done.clear()
 
     def send(self, actions: Actions, slots: Iterable[int] | None = None) -> None:
         """Begin one action in each of these slots (default: all) and return at once."""
         if self.closed:
             raise ClosedEnvironmentError("this vector environment is closed: make a new one")
         chosen = self._slots if slots is None else [self._slots[index] for index in slots]
-        errands = [_Errand(slot, action) for slot, action in zip(chosen, _spread(actions, len(chosen)), strict=True)]
-        for errand in errands:
-            self._check(errand)
-        for errand in errands:
-            self._begin(errand)
+        each = _spread(actions, len(chosen))
+        for slot, action in zip(chosen, each, strict=True):
+            if self._done or slot.over or slot.errand is not None or type(action) is not str:
+                self._check(slot, action)
+        for slot, action in zip(chosen, each, strict=True):
+            self._begin(slot, action)
 
     def recv(self, count: int = 1) -> SlotBatch:
         """Wait until `count` of the sent slots are done; return those that are, as (slots, *batch) in slot order.
@@ -130,11 +138,11 @@ class TextVectorEnv(gymnasium.vector.VectorEnv[tuple[str, ...], Any, npt.NDArray
         Everything has one row per returned slot, the infos too. Raises as `step` does; what other slots brought
         is kept for the next call.
         """
-        under_way = len(self._finished) + sum(slot.errand is not None for slot in self._slots)
+        under_way = len(self._done) + len(self._failed) + sum(slot.errand is not None for slot in self._slots)
         if not 0 < count <= under_way:
             raise ConfigError(f"recv({count}) would wait for ever: {under_way} slots are under way")
-        done = self._collect(count)
-        self._finished = []
+        self._collect(count)
+        done, self._done = sorted(self._done, key=_SLOT), []
         return np.array([errand.slot.index for errand in done], dtype=np.int64), *_batch(done)
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -172,29 +180,31 @@ class TextVectorEnv(gymnasium.vector.VectorEnv[tuple[str, ...], Any, npt.NDArray
 
     def _start(self, slot: _Slot, seed: int | None, options: dict[str, Any] | None) -> dict[str, Any]:
         slot.errand = None
-        self._finished = [errand for errand in self._finished if errand.slot is not slot]
+        self._done = [errand for errand in self._done if errand.slot is not slot]
+        self._failed = [errand for errand in self._failed if errand.slot is not slot]
         slot.observation, info = slot.env.reset(seed=seed, options=options)
         slot.started, slot.over = True, False
-        return snapshot(info)
+        return info
 
     def _under_way(self, slot: _Slot) -> bool:
-        return slot.errand is not None or any(errand.slot is slot for errand in self._finished)
+        return slot.errand is not None or any(errand.slot is slot for errand in self._done)
 
-    def _check(self, errand: _Errand) -> None:
-        slot = errand.slot
+    def _check(self, slot: _Slot, action: str | Sample) -> None:
         if self._under_way(slot):
             raise ConfigError(f"slot {slot.index} is on its way: recv() it before it is sent another action")
         if slot.over and (self.autoreset_mode is not AutoresetMode.NEXT_STEP or not slot.started):
             raise ResetNeeded(f"no episode is running in slot {slot.index}: reset it, with options['reset_mask']")
-        if isinstance(errand.action, Sample) and not isinstance(slot.env, EngineBoundEnv):
+        if slot.bound is None and isinstance(action, Sample):
             raise ConfigError("these environments have no engine to sample from: give make_vec(..., engine=...)")
 
-    def _begin(self, errand: _Errand) -> None:
-        slot = errand.slot
-        slot.errand, errand.ignored = errand, slot.over
-        if not errand.ignored and isinstance(slot.env, EngineBoundEnv):
+    def _begin(self, slot: _Slot, action: str | Sample) -> None:
+        errand = slot.errand = _Errand(slot, action, slot.over)
+        if not self._waits:
+            self._settle(errand)
+            return
+        if slot.bound is not None and not errand.ignored:
             try:
-                errand.pending = slot.env.begin(errand.action)
+                errand.pending = slot.bound.begin(action)
             except Exception as error:  # raised by recv, so that the other slots are begun
                 errand.error = error
         if errand.pending is None:
@@ -209,61 +219,57 @@ class TextVectorEnv(gymnasium.vector.VectorEnv[tuple[str, ...], Any, npt.NDArray
         else:
             self._arrived.put(errand)
 
-    def _collect(self, count: int) -> list[_Errand]:
-        """Finish errands as they arrive until `count` are done; then raise the first error among them, if any."""
-        failed: list[Exception] = []
-        while len(self._finished) + len(failed) < count:
-            errand = self._arrived.get()
-            slot = errand.slot
-            if slot.errand is not errand:
-                continue  # its episode was reset meanwhile
-            if not self._apart:
-                self._finish(errand)
-            slot.errand = None
-            if errand.result is None:
-                assert errand.error is not None
-                errand.error.add_note(f"in slot {slot.index}, {slot.env}")
-                failed.append(errand.error)
-                slot.over = True
-                continue
-            slot.observation, _, terminated, truncated, _ = errand.result
-            slot.over = (terminated or truncated) and self.autoreset_mode is not AutoresetMode.SAME_STEP
-            self._finished.append(errand)
-        if failed:
-            raise failed[0]
-        return sorted(self._finished, key=lambda errand: errand.slot.index)
+    def _collect(self, count: int) -> None:
+        """Settle errands as they arrive until `count` are done; raise the first error among them, if there is one."""
+        while len(self._done) + len(self._failed) < count:
+            self._settle(self._arrived.get())
+        failed, self._failed = self._failed, []
+        for errand in failed:
+            assert errand.error is not None
+            errand.error.add_note(f"in slot {errand.slot.index}, {errand.slot.env}")
+            raise errand.error
+
+    def _settle(self, errand: _Errand) -> None:
+        slot = errand.slot
+        if slot.errand is not errand:
+            return  # its episode was reset meanwhile
+        if not self._apart:
+            self._finish(errand)
+        slot.errand = None
+        if errand.result is None:
+            slot.over = True
+            self._failed.append(errand)
+            return
+        slot.observation, _, terminated, truncated, _ = errand.result
+        slot.over = bool(terminated or truncated) and not self._same_step
+        self._done.append(errand)
 
     def _finish(self, errand: _Errand) -> None:
         """Step, or reset, the errand's environment; touches nothing but the errand."""
-        if errand.error is None:
-            try:
-                errand.result = self._outcome(errand)
-            except Exception as error:
-                errand.error = error
-
-    def _outcome(self, errand: _Errand) -> Step:
-        env = errand.slot.env
-        if errand.ignored:
-            observation, info = env.reset()
-            return observation, 0.0, False, False, snapshot(info)
-        observation, reward, terminated, truncated, info = _step(errand)
-        info = snapshot(info)
-        if (terminated or truncated) and self.autoreset_mode is AutoresetMode.SAME_STEP:
-            final = {"final_obs": observation, "final_info": info}
-            observation, info = env.reset()
-            info = {**final, **snapshot(info)}
-        return observation, reward, terminated, truncated, info
+        slot = errand.slot
+        try:
+            if errand.error is not None:
+                raise errand.error
+            if errand.ignored:
+                observation, info = slot.env.reset()
+                errand.result = observation, 0.0, False, False, info
+                return
+            if slot.bound is None:
+                step: tuple[str, Any, bool, bool, dict[str, Any]] = slot.env.step(errand.action)
+            else:
+                step = slot.bound.finish(errand.action, errand.pending.result() if errand.pending else None)
+            over = step[2] or step[3]
+            errand.result = _restarted(slot.env, step) if over and self._same_step else step
+        except Exception as error:
+            errand.error = error
 
 
-def _step(errand: _Errand) -> Step:
-    env = errand.slot.env
-    try:
-        if isinstance(env, EngineBoundEnv):
-            return env.finish(errand.action, None if errand.pending is None else errand.pending.result())
-        observation, reward, terminated, truncated, info = env.step(errand.action)
-    except EnvError as error:  # its process is gone, the other slots are well
-        return "", 0.0, False, True, {"failure": type(error).__name__}
-    return observation, float(reward), bool(terminated), bool(truncated), info
+def _restarted(env: gymnasium.Env[str, Any], step: Step) -> Step:
+    """SAME_STEP: the last step's verdict, with the next episode's first observation."""
+    final, reward, terminated, truncated, info = step
+    kept = {"final_obs": final, "final_info": snapshot(info)}
+    observation, info = env.reset()
+    return observation, reward, terminated, truncated, {**kept, **info}
 
 
 def _batch(done: Sequence[_Errand]) -> Batch:

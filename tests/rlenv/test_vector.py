@@ -276,6 +276,14 @@ def test_an_error_of_one_slot_is_raised_after_the_others_are_done() -> None:
     assert observations[1].startswith("start")
 
 
+def test_a_reset_forgets_the_error_of_the_episode_before() -> None:
+    envs = countdowns((3, 3))
+    envs.reset(seed=0)
+    envs.send(["raise", "fine"])
+    envs.reset(seed=0)
+    assert list(envs.step("a")[1]) == [1.0, 1.0]
+
+
 def test_recv_keeps_the_results_of_other_slots_when_one_raises() -> None:
     envs = countdowns((3, 3))
     envs.reset(seed=0)
