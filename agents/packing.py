@@ -34,8 +34,8 @@ class Batch:
     weights. The last three say nothing where `live` is False.
     Per row [R]: `advantages` and the sampling `temperatures`. `offsets` is [R + 1].
 
-    `live_tokens` normalises the loss. It is that of the whole batch and survives `select`, so that neither
-    the split into micro-batches nor that into ranks changes the gradient.
+    `live_tokens` normalises the loss. It is that of the whole batch and survives `select` and `shard`, so
+    that neither the split into micro-batches nor that into ranks changes the gradient.
     `zero_std_fraction` is the share of groups whose rewards were all equal.
 
     >>> # rows 7 8 3 2 (sampled 3 2) and 7 5 (sampled 5)
@@ -63,7 +63,7 @@ class Batch:
         return np.diff(self.offsets)
 
     def select(self, rows: Sequence[int]) -> Batch:
-        """These rows alone, for one rank; `live_tokens` stays that of the whole batch."""
+        """These rows alone; `live_tokens` stays that of the whole batch."""
         ids = np.concatenate([np.arange(self.offsets[row], self.offsets[row + 1]) for row in rows])
         chosen = np.asarray(rows)
         return replace(
@@ -78,8 +78,17 @@ class Batch:
             temperatures=self.temperatures[chosen],
         )
 
+    def shard(self, rank: int, ranks: int) -> Batch:
+        """The rows of one rank, dealt out by length so that all have like work."""
+        return self if ranks == 1 else self.select(np.argsort(-self.lengths, kind="stable")[rank::ranks].tolist())
+
     def minibatches(self, count: int, seed: int) -> list[Batch]:
-        """At most `count` parts of equal size in a seeded order, each a batch with `live_tokens` of its own."""
+        """At most `count` parts of equal size in a seeded order, each a batch with `live_tokens` of its own.
+
+        Every rank makes the same parts of the whole batch, and then takes its shard of each.
+        """
+        if count == 1:
+            return [self]
         order = np.random.default_rng(seed).permutation(self.rows)
         parts = [self.select(np.sort(rows).tolist()) for rows in np.array_split(order, min(count, self.rows))]
         return [replace(part, live_tokens=int(part.live.sum())) for part in parts]

@@ -99,6 +99,13 @@ def test_selecting_rows_keeps_the_normaliser_of_the_whole_batch() -> None:
     assert part.live_tokens == batch.live_tokens == 24
 
 
+def test_shards_deal_out_the_rows_by_length() -> None:
+    batch = rows_of_lengths(2, 10, 3, 9)
+    shards = [batch.shard(rank, 2) for rank in range(2)]
+    assert [shard.lengths.tolist() for shard in shards] == [[11, 4], [10, 3]]
+    assert [shard.live_tokens for shard in shards] == [24, 24]
+
+
 def test_minibatches_cover_the_batch_once_and_have_normalisers_of_their_own() -> None:
     batch = rows_of_lengths(2, 10, 3, 9)
     parts = batch.minibatches(3, seed=1)
