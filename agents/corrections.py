@@ -51,9 +51,8 @@ class RatioTable:
     """
 
     def __init__(self, device: torch.device) -> None:
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        self.sums = torch.zeros(len(BUCKETS), COLUMNS, dtype=dtype, device=device)
-        self.peaks = torch.zeros(len(BUCKETS), dtype=dtype, device=device)
+        self.sums = torch.zeros(len(BUCKETS), COLUMNS, dtype=torch.float64, device=device)
+        self.peaks = torch.zeros(len(BUCKETS), dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def add(self, bucket: Tensor, log_ratio: Tensor, clipped: Tensor, entropy: Tensor) -> None:

@@ -201,6 +201,7 @@ def test_ctrl_c_is_the_hosts_to_handle(shared: Shared) -> None:
     assert os.getpgid(shared.learner.pid) != os.getpgid(0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_environment")
 def test_a_death_of_the_process_is_an_error_with_its_exit_code(model_folder: str, tmp_path: Path) -> None:
     learner = start(model_folder, tmp_path / "order", "die")
@@ -214,6 +215,7 @@ def test_a_death_of_the_process_is_an_error_with_its_exit_code(model_folder: str
         learner.logprobs([[1, 2]])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_environment")
 def test_a_model_that_cannot_be_loaded_is_an_error_with_its_traceback(tmp_path: Path) -> None:
     learner = start(str(tmp_path), tmp_path / "order")
@@ -222,6 +224,7 @@ def test_a_model_that_cannot_be_loaded_is_an_error_with_its_traceback(tmp_path: 
     learner.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_environment")
 def test_closing_in_the_middle_of_a_request_ends_both(model_folder: str, tmp_path: Path) -> None:
     learner, client, heard = start(model_folder, tmp_path / "order", "spin"), RecordingClient(), []
@@ -270,7 +273,10 @@ HOST = textwrap.dedent("""
 
 
 @pytest.mark.usefixtures("_environment")
-@pytest.mark.parametrize("moment", ["starting", "idle", "computing"])
+@pytest.mark.parametrize(
+    "moment",
+    ["starting", pytest.param("idle", marks=pytest.mark.slow), pytest.param("computing", marks=pytest.mark.slow)],
+)
 def test_the_process_ends_when_its_host_is_killed(model_folder: str, tmp_path: Path, moment: str) -> None:
     command = [sys.executable, "-c", HOST, model_folder, str(tmp_path / "order"), moment]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as host:
