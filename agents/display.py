@@ -68,7 +68,13 @@ class LiveDisplay:
 
     def __init__(self, steps: int, console: Console) -> None:
         self._steps, self._rows = steps, list[StepRow]()
-        self._live = Live(console=console, refresh_per_second=8, get_renderable=self._render)
+        self._live = Live(
+            console=console,
+            refresh_per_second=8,
+            get_renderable=self._render,
+            redirect_stdout=False,  # what libraries print is no part of the display
+            redirect_stderr=False,
+        )
 
     def phase(self, text: str) -> None:
         self._live.console.print(Text(text, style="bold"))

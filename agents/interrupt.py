@@ -13,7 +13,7 @@ import sys
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import IO, Any, NoReturn, TypeVar
 
 import psutil
 
@@ -29,15 +29,16 @@ class Interrupted(Exception):
         self.status = 128 + number
 
 
-def run_interruptible(coroutine: Coroutine[Any, Any, T]) -> T:
+def run_interruptible(coroutine: Coroutine[Any, Any, T], notices: IO[str] | None = None) -> T:
     """Run to the end on an event loop of its own, from the main thread. Raises Interrupted after a signal.
 
     What the coroutine raises while it is being cancelled is not the cause of its end, and gives way to Interrupted.
+    That a signal came is told on `notices` (standard error).
     """
     runner = asyncio.Runner()
     loop = runner.get_loop()
     task = loop.create_task(coroutine)
-    with _signals_cancel(task) as received:
+    with _signals_cancel(task, notices or sys.stderr) as received:
         try:
             with runner:
                 return loop.run_until_complete(task)
@@ -66,7 +67,7 @@ def kill_descendants() -> None:
 
 
 @contextmanager
-def _signals_cancel(task: asyncio.Task[Any]) -> Iterator[list[int]]:
+def _signals_cancel(task: asyncio.Task[Any], notices: IO[str]) -> Iterator[list[int]]:
     """Let a first signal cancel `task` and a second one leave; gives the signals that have come."""
     received: list[int] = []
 
@@ -75,7 +76,7 @@ def _signals_cancel(task: asyncio.Task[Any]) -> Iterator[list[int]]:
         if len(received) > 1:
             leave_at_once(128 + received[0])
         task.get_loop().call_soon_threadsafe(task.cancel)
-        print("stopping in order; a second Ctrl-C forces it", file=sys.stderr, flush=True)
+        print("stopping in order; a second Ctrl-C forces it", file=notices, flush=True)
 
     former = {number: signal.signal(number, on_signal) for number in SIGNALS}
     try:

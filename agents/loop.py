@@ -10,8 +10,12 @@
                                                  └─── version + 1  ── wakes ── admit
 
 The engine generates while the learner steps, and in `async` mode also goes on, under new weights, with what it had
-begun under the old. Only the staleness rule (`rlenv.agents.buffer`) couples the two. A rollout that fails is data
-with a cause. Anything else that fails, on either side, ends the loop at once with its own traceback.
+begun under the old. Only the staleness rule (`rlenv.agents.buffer`) couples the two, and a pace: when a whole batch
+waits already, the learner is the slower side, and rollouts start evenly over its cycle rather than all at its start.
+They are fresher so, and the engine is not idle when the next weights come.
+
+A rollout that fails is data with a cause. Anything else that fails, on either side, ends the loop at once with its
+own traceback.
 """
 
 from __future__ import annotations
@@ -63,6 +67,7 @@ class TrainLoop:
         self._engine, self._learner, self._rollout = engine, learner, rollout
         self._config, self._on_step = config, on_step
         self._failed_in_a_row: list[Group] = []
+        self._cycle_s = 0.0  # from one batch taken to the next
 
     async def run(self) -> None:
         """Train for `config.steps`. Raises GroupError, EngineError, LearnerError, or what an agent or task raised."""
@@ -87,6 +92,8 @@ class TrainLoop:
             for id in itertools.count():
                 await self.buffer.admit()
                 running.create_task(self._roll(id))
+                if self.buffer.waiting >= self.buffer.batch_groups:
+                    await asyncio.sleep(self._cycle_s / self.buffer.batch_groups)
 
     async def _roll(self, id: int) -> None:
         group = await self._rollout(id, task_seed(self._config.seed, id))
@@ -116,6 +123,7 @@ class TrainLoop:
                 update_s=time.perf_counter() - drained,
             )
             self._on_step(row)
+            self._cycle_s = time.perf_counter() - began
 
     def _batch(self, groups: Sequence[Group], version: int) -> Batch:
         if self._config.shuffle_rewards:

@@ -99,6 +99,7 @@ class Report:
             self.update({"status": "interrupted"})
             return
         self.folder.write_error("".join(traceback.format_exception(error)))
+        error.add_note(f"traceback: {self.folder.error}")
         self.update({"status": "failed", "error": f"{type(error).__name__}: {error}"})
 
 

@@ -43,6 +43,10 @@ class RunFolder:
     def model(self) -> Path:
         return self.path / "model"
 
+    @property
+    def error(self) -> Path:
+        return self.path / "error.txt"
+
     def add_metrics(self, row: Mapping[str, Any]) -> None:
         """Append one line; it can be read as soon as this returns."""
         self._metrics.write(_json(row) + "\n")
@@ -52,7 +56,7 @@ class RunFolder:
         write_atomically(self.path / "summary.json", (_json(summary, indent=2) + "\n").encode())
 
     def write_error(self, traceback: str) -> None:
-        write_atomically(self.path / "error.txt", traceback.encode())
+        write_atomically(self.error, traceback.encode())
 
     def close(self) -> None:
         self._metrics.close()

@@ -1,0 +1,96 @@
+"""The command line goes in, an exit status comes out: `rlenv train`, `rlenv demo`, `rlenv list`.
+
+0 done · 1 the run failed · 2 what was typed cannot work · 130 Ctrl-C
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+import rlenv
+from rlenv.agents.config import TrainConfig, check_surroundings
+from rlenv.agents.display import display_for
+from rlenv.agents.interrupt import Interrupted, leave_at_once, run_interruptible
+from rlenv.agents.parts import open_parts
+from rlenv.agents.run import Run, SavingLearner
+from rlenv.agents.terminal import Terminal, output_to
+from rlenv.engine.base import Engine
+from rlenv.errors import ConfigError, EngineError
+
+DEMO = TrainConfig("math-v0", steps=60, run_dir="runs/demo")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. What goes wrong is one line on standard error; a traceback is left to the run folder."""
+    try:
+        tyro.extras.subcommand_cli_from_dict(
+            {"train": train, "demo": demo, "list": list_tasks},
+            prog="rlenv",
+            description="Reinforcement learning of language models on one shared rollout engine.",
+            args=arguments,
+            config=(tyro.conf.PositionalRequiredArgs,),
+        )
+    except ConfigError as error:
+        return _say(error, 2)
+    except KeyboardInterrupt:
+        leave_at_once(130)
+    except Interrupted as end:
+        leave_at_once(end.status)
+    except Exception as error:
+        leave_at_once(_say(error, 1))
+    return 0
+
+
+def train(config: Annotated[TrainConfig, tyro.conf.arg(name="")]) -> None:
+    """Train a model on a task."""
+    check_surroundings(config)
+    terminal = Terminal.copied()
+    run = Run(config, display_for(config.steps, terminal.out), _open_quiet_parts)
+    result = run_interruptible(run(), notices=terminal.err)
+    before, after = result.summary.get("eval_before"), result.summary.get("eval_after")
+    if after is not None:
+        print(f"held-out accuracy at temperature 1: {before:.3f} → {after:.3f}")
+    print(f"model, metrics and curves: {result.folder}")
+
+
+def demo(config: Annotated[TrainConfig, tyro.conf.arg(name="")] = DEMO) -> None:
+    """Watch the default model learn sums, within minutes on two cores."""
+    train(config)
+
+
+def list_tasks() -> None:
+    """List the tasks there are."""
+    print("\n".join(rlenv.list()))
+
+
+@asynccontextmanager
+async def _open_quiet_parts(config: TrainConfig) -> AsyncIterator[tuple[Engine, SavingLearner]]:
+    """The parts of a run, whose output goes to a log beside its summary instead of across the display."""
+    log = Path(config.run_dir) / "engine.log"
+    with output_to(log):
+        try:
+            async with open_parts(config) as parts:
+                yield parts
+        except EngineError as error:
+            error.add_note(f"engine's output: {log}")
+            raise
+
+
+def _say(error: Exception, status: int) -> int:
+    """One line: what went wrong (a quoted traceback is told by its last line) and where to read more."""
+    lines = str(error).strip().splitlines() or [""]
+    parts = [] if status == 2 else [f"{type(error).__name__}:"]
+    parts += dict.fromkeys((lines[0], lines[-1].strip()))
+    parts += [f"({note})" for note in getattr(error, "__notes__", ())]
+    print("rlenv:", *parts, file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""A config goes in; a vLLM engine and a learner's process of the same weights come out, and both end with the run."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from rlenv.agents.config import TrainConfig
+from rlenv.agents.learner_handle import LearnerHandle
+from rlenv.agents.learner_types import LearnerConfig
+from rlenv.engine.transfer.plugin import IPC, SHARED_MEMORY
+from rlenv.models import default_model
+
+if TYPE_CHECKING:
+    from rlenv.engine.vllm import VLLMEngine
+
+
+@asynccontextmanager
+async def open_parts(config: TrainConfig) -> AsyncIterator[tuple[VLLMEngine, LearnerHandle]]:
+    """Start both side by side. Raises ConfigError, EngineError or LearnerError when one does not start."""
+    model, device = config.model or default_model(), _device(config)
+    learner = LearnerHandle(learner_config(config, model, device), log=Path(config.run_dir) / "learner.log")
+    try:
+        async with asyncio.TaskGroup() as starts:
+            starting = starts.create_task(_start_engine(model, device, config.seed))
+            starts.create_task(learner.ready())
+    except BaseException:
+        learner.close()
+        raise
+    engine = starting.result()
+    try:
+        yield engine, learner
+    finally:
+        await asyncio.to_thread(engine.close)
+        await asyncio.to_thread(learner.close)
+
+
+def learner_config(config: TrainConfig, model: str, device: Literal["cpu", "cuda"]) -> LearnerConfig:
+    """The learner's part of a run's settings: fp32 and shared memory on CPUs, bf16 and CUDA IPC on a GPU."""
+    cpu = device == "cpu"
+    return LearnerConfig(
+        model=model,
+        device=device,
+        mixed_precision="no" if cpu else "bf16",
+        lr=config.lr,
+        seed=config.seed,
+        transfer_backend=SHARED_MEMORY if cpu else IPC,
+        transfer_dtype="float32" if cpu else "bfloat16",
+    )
+
+
+def _device(config: TrainConfig) -> Literal["cpu", "cuda"]:
+    if config.device != "auto":
+        return config.device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+async def _start_engine(model: str, device: str, seed: int) -> VLLMEngine:
+    """Start an engine off the event loop. If nobody waits for it any more, it is closed as soon as it is there."""
+    started: Future[VLLMEngine] = Future()
+
+    def start() -> None:
+        from rlenv.engine.vllm import VLLMEngine
+
+        try:
+            engine = VLLMEngine(model, device=device, seed=seed)
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(engine)
+
+    started.set_running_or_notify_cancel()
+    # A daemon: the start can neither be cancelled nor hold up the exit, at which the engine closes itself.
+    threading.Thread(target=start, daemon=True).start()
+    try:
+        return await asyncio.wrap_future(started)
+    except asyncio.CancelledError:
+        started.add_done_callback(_close_engine)
+        raise
+
+
+def _close_engine(started: Future[VLLMEngine]) -> None:
+    if started.exception() is None:
+        started.result().close()
