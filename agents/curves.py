@@ -16,7 +16,10 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], p
 
     figure = Figure(figsize=(11, 7), layout="constrained")
     figure.suptitle(_title(summary))
-    (learning, length), (staleness, mismatch) = figure.subplots(2, 2)
+    axes = figure.subplots(2, 2)
+    (learning, length), (staleness, mismatch) = axes
+    for axis in axes.flat:
+        axis.xaxis.get_major_locator().set_params(integer=True)
     steps = [row["step"] for row in rows]
 
     learning.plot(steps, [row["reward"] for row in rows], label="reward of the training batch")

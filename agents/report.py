@@ -68,7 +68,6 @@ class Report:
         """Held-out figures `"before"` or `"after"` training, at temperature 1 and greedily."""
         self.update(
             {
-                "status": "running",
                 f"eval_{when}": sampled.accuracy,
                 f"eval_{when}_length": sampled.length,
                 f"eval_{when}_greedy": greedy.accuracy,

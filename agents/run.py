@@ -52,6 +52,7 @@ class Run:
             self.display.phase(f"{report.folder.path}: starting engine and learner")
             async with self.open_parts(self.config) as (engine, learner):
                 self.display.phase(f"ready after {report.wall_s:.0f} s")
+                report.update({"status": "running"})
                 await self._evaluate(engine, report, "before")
                 await self._train(engine, learner, report)
                 await self._evaluate(engine, report, "after")
