@@ -111,25 +111,23 @@ class TextVectorEnv(gymnasium.vector.VectorEnv[tuple[str, ...], Any, npt.NDArray
         Raises what an environment or the engine raised, after the other slots are done; the slot that failed
         needs a reset. Raises ResetNeeded under DISABLED when an episode is over.
         """
-        if busy := [slot.index for slot in self._slots if self._under_way(slot)]:
+        if (self._waits or self._done) and (busy := [slot.index for slot in self._slots if self._under_way(slot)]):
             raise ConfigError(f"slots {busy} are on their way: recv() them, or reset, before step()")
-        self.send(actions)
+        each = self._checked(self._slots, actions)
+        if not self._waits:
+            return self._step_here(each)
+        for slot, action in zip(self._slots, each, strict=True):
+            self._begin(slot, action)
         try:
             self._collect(self.num_envs)
-            return _batch(sorted(self._done, key=_SLOT) if self._waits else self._done)
+            return _batch([errand.result for errand in sorted(self._done, key=_SLOT) if errand.result])
         finally:
             self._done.clear()
 
     def send(self, actions: Actions, slots: Iterable[int] | None = None) -> None:
         """Begin one action in each of these slots (default: all) and return at once."""
-        if self.closed:
-            raise ClosedEnvironmentError("this vector environment is closed: make a new one")
         chosen = self._slots if slots is None else [self._slots[index] for index in slots]
-        each = _spread(actions, len(chosen))
-        for slot, action in zip(chosen, each, strict=True):
-            if self._done or slot.over or slot.errand is not None or type(action) is not str:
-                self._check(slot, action)
-        for slot, action in zip(chosen, each, strict=True):
+        for slot, action in zip(chosen, self._checked(chosen, actions), strict=True):
             self._begin(slot, action)
 
     def recv(self, count: int = 1) -> SlotBatch:
@@ -143,7 +141,8 @@ class TextVectorEnv(gymnasium.vector.VectorEnv[tuple[str, ...], Any, npt.NDArray
             raise ConfigError(f"recv({count}) would wait for ever: {under_way} slots are under way")
         self._collect(count)
         done, self._done = sorted(self._done, key=_SLOT), []
-        return np.array([errand.slot.index for errand in done], dtype=np.int64), *_batch(done)
+        results = [errand.result for errand in done if errand.result]
+        return np.array([errand.slot.index for errand in done], dtype=np.int64), *_batch(results)
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """A method of every environment, called; in slot order."""
@@ -189,6 +188,16 @@ class TextVectorEnv(gymnasium.vector.VectorEnv[tuple[str, ...], Any, npt.NDArray
     def _under_way(self, slot: _Slot) -> bool:
         return slot.errand is not None or any(errand.slot is slot for errand in self._done)
 
+    def _checked(self, slots: Sequence[_Slot], actions: Actions) -> Sequence[str | Sample]:
+        """One action for each slot, when all of them can be taken."""
+        if self.closed:
+            raise ClosedEnvironmentError("this vector environment is closed: make a new one")
+        each = _spread(actions, len(slots))
+        for slot, action in zip(slots, each, strict=True):
+            if slot.over or slot.errand is not None or self._done or type(action) is not str:
+                self._check(slot, action)
+        return each
+
     def _check(self, slot: _Slot, action: str | Sample) -> None:
         if self._under_way(slot):
             raise ConfigError(f"slot {slot.index} is on its way: recv() it before it is sent another action")
@@ -197,11 +206,28 @@ class TextVectorEnv(gymnasium.vector.VectorEnv[tuple[str, ...], Any, npt.NDArray
         if slot.bound is None and isinstance(action, Sample):
             raise ConfigError("these environments have no engine to sample from: give make_vec(..., engine=...)")
 
+    def _step_here(self, actions: Sequence[str | Sample]) -> Batch:
+        """`step` of environments that have nothing to wait for: one after the other, without errands."""
+        results: list[Step] = []
+        failed: list[Exception] = []
+        for slot, action in zip(self._slots, actions, strict=True):
+            try:
+                result: Any = _opened(slot.env) if slot.over else slot.env.step(action)
+                slot.over = False
+                if result[2] or result[3]:
+                    slot.over = not self._same_step
+                    result = _restarted(slot.env, result) if self._same_step else result
+                slot.observation = result[0]
+                results.append(result)
+            except Exception as error:
+                slot.over = True
+                failed.append(_located(error, slot))
+        if failed:
+            raise failed[0]
+        return _batch(results)
+
     def _begin(self, slot: _Slot, action: str | Sample) -> None:
         errand = slot.errand = _Errand(slot, action, slot.over)
-        if not self._waits:
-            self._settle(errand)
-            return
         if slot.bound is not None and not errand.ignored:
             try:
                 errand.pending = slot.bound.begin(action)
@@ -224,10 +250,9 @@ class TextVectorEnv(gymnasium.vector.VectorEnv[tuple[str, ...], Any, npt.NDArray
         while len(self._done) + len(self._failed) < count:
             self._settle(self._arrived.get())
         failed, self._failed = self._failed, []
-        for errand in failed:
-            assert errand.error is not None
-            errand.error.add_note(f"in slot {errand.slot.index}, {errand.slot.env}")
-            raise errand.error
+        if failed:
+            assert failed[0].error is not None
+            raise _located(failed[0].error, failed[0].slot)
 
     def _settle(self, errand: _Errand) -> None:
         slot = errand.slot
@@ -251,17 +276,22 @@ class TextVectorEnv(gymnasium.vector.VectorEnv[tuple[str, ...], Any, npt.NDArray
             if errand.error is not None:
                 raise errand.error
             if errand.ignored:
-                observation, info = slot.env.reset()
-                errand.result = observation, 0.0, False, False, info
+                errand.result = _opened(slot.env)
                 return
             if slot.bound is None:
-                step: tuple[str, Any, bool, bool, dict[str, Any]] = slot.env.step(errand.action)
+                result: Any = slot.env.step(errand.action)
             else:
-                step = slot.bound.finish(errand.action, errand.pending.result() if errand.pending else None)
-            over = step[2] or step[3]
-            errand.result = _restarted(slot.env, step) if over and self._same_step else step
+                result = slot.bound.finish(errand.action, errand.pending.result() if errand.pending else None)
+            over = result[2] or result[3]
+            errand.result = _restarted(slot.env, result) if over and self._same_step else result
         except Exception as error:
             errand.error = error
+
+
+def _opened(env: gymnasium.Env[str, Any]) -> Step:
+    """NEXT_STEP: the next episode's first observation, as a step that ignored its action."""
+    observation, info = env.reset()
+    return observation, 0.0, False, False, info
 
 
 def _restarted(env: gymnasium.Env[str, Any], step: Step) -> Step:
@@ -272,8 +302,12 @@ def _restarted(env: gymnasium.Env[str, Any], step: Step) -> Step:
     return observation, reward, terminated, truncated, {**kept, **info}
 
 
-def _batch(done: Sequence[_Errand]) -> Batch:
-    results = [errand.result for errand in done if errand.result is not None]
+def _located(error: Exception, slot: _Slot) -> Exception:
+    error.add_note(f"in slot {slot.index}, {slot.env}")
+    return error
+
+
+def _batch(results: Sequence[Step]) -> Batch:
     observations, rewards, terminations, truncations, infos = zip(*results, strict=True)
     return (
         observations,
