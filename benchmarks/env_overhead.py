@@ -211,7 +211,7 @@ def _plot(result: dict[str, Any], path: Path) -> None:
         bars = axis.barh([*rates], [*rates.values()], color=["#d1495b", *["#8d99ae"] * (len(rates) - 1)])
         axis.bar_label(bars, labels=[f"{rate:,}" for rate in rates.values()], padding=3)
         axis.set_xscale("log")
-        axis.margins(x=0.2)
+        axis.set_xlim(1e3, 10 * max(rates.values()))
         axis.invert_yaxis()
         axis.set_title(f"{LENGTHS[form]:,} characters an observation")
         axis.set_xlabel("env-steps per second (log)")

@@ -10,6 +10,7 @@ means ours first, then a third party's. Other packages add tasks without importi
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import importlib.metadata
@@ -57,12 +58,14 @@ def make(
     Other arguments are `gymnasium.make`'s and the task's own. Raises UnknownTaskError for an id that nobody
     registered, ConfigError for arguments that cannot work.
     """
-    env = _create(_resolve(id), step_timeout_s, kwargs)
-    if engine is not None:
-        return EngineBoundEnv(env, engine, system=system)
-    if system is not None:
+    if system is not None and engine is None:
         raise ConfigError("a system message is for an engine's transcript: give engine=..., too")
-    return env
+    with contextlib.ExitStack() as on_error:
+        env = _create(_resolve(id), step_timeout_s, kwargs)
+        on_error.callback(env.close)
+        made = env if engine is None else EngineBoundEnv(env, engine, system=system)
+        on_error.pop_all()
+    return made
 
 
 def make_vec(
@@ -87,9 +90,12 @@ def make_vec(
     specs = [_resolve(one) for one in ids]
     renderer = None if engine is None else Renderer(engine.tokenizer)
     envs: list[gymnasium.Env[str, Any]] = []
-    for slot in range(count):
-        env = _create(specs[slot % len(specs)], step_timeout_s, kwargs)
-        envs.append(env if engine is None else EngineBoundEnv(env, engine, system=system, renderer=renderer))
+    with contextlib.ExitStack() as on_error:
+        for slot in range(count):
+            env = _create(specs[slot % len(specs)], step_timeout_s, kwargs)
+            on_error.callback(env.close)
+            envs.append(env if engine is None else EngineBoundEnv(env, engine, system=system, renderer=renderer))
+        on_error.pop_all()
     return TextVectorEnv(envs, autoreset_mode=autoreset_mode)
 
 

@@ -232,6 +232,21 @@ def test_the_engine_never_enters_the_spec(scripted: Scripted) -> None:
     assert rlenv.make_vec("math-v0", 2, engine=engine).spec == env.spec
 
 
+def test_environments_that_were_made_are_closed_when_a_later_one_cannot_be(scripted: Scripted) -> None:
+    closed: list[str] = []
+
+    class Closing(Riddle):
+        def close(self) -> None:
+            closed.append("closed")
+
+    rlenv.register("closing-v0", Closing)
+    rlenv.register("wordless-v0", "gymnasium.envs.classic_control:CartPoleEnv")
+    engine = scripted(lambda ids, sample: "x")
+    with pytest.raises(rlenv.ConfigError, match="Box"):
+        rlenv.make_vec(["closing-v0", "closing-v0", "wordless-v0"], engine=engine)
+    assert closed == ["closed", "closed"]
+
+
 def test_a_system_message_needs_an_engine() -> None:
     with pytest.raises(rlenv.ConfigError, match="engine"):
         rlenv.make("math-v0", system="Be brief.")
