@@ -16,10 +16,10 @@ from rlenv.models import corpus
 from rlenv.models.tokenizer import build_tokenizer
 
 CONTEXT = 1024
-BATCH = 128
-STEPS = 900
+BATCH = 64
+STEPS = 1000
 PEAK_LR = 2e-3
-WARMUP = 50
+THREADS = 2  # sums in fp32 depend on it, in the last bits
 IGNORED = -100
 
 
@@ -55,7 +55,7 @@ def _warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, ste
     problems = corpus.train_problems()
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, PEAK_LR, total_steps=max(steps, 2), pct_start=0.1, cycle_momentum=False
+        optimizer, PEAK_LR, total_steps=steps + 1, pct_start=0.1, cycle_momentum=False
     )
     model.train()
     for step in range(steps):
@@ -71,12 +71,12 @@ def _warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, ste
 
 
 def _batch(
-    tokenizer: PreTrainedTokenizerFast, problems: list[tuple[int, int]], rng: random.Random
+    tokenizer: PreTrainedTokenizerFast, problems: list[corpus.Sum], rng: random.Random
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and labels [B, L], padded on the right; only the answer and its end token are learned."""
     rows = []
-    for a, b in problems:
-        message = {"role": "user", "content": corpus.PROMPT.format(a=a, b=b)}
+    for text, a, b in problems:
+        message = {"role": "user", "content": text}
         prompt = str(tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False))
         rows.append((tokenizer.encode(prompt), [*tokenizer.encode(corpus.answer(a, b, rng)), tokenizer.eos_token_id]))
     length = max(len(prompt) + len(answer) for prompt, answer in rows)
@@ -99,4 +99,6 @@ def _save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", help="the folder to write")
-    build(parser.parse_args().out)
+    folder = parser.parse_args().out
+    torch.set_num_threads(THREADS)
+    build(folder)

@@ -1,24 +1,41 @@
 """The warm start's texts: a two-digit sum comes in, an answer that guesses or works it out goes out.
 
-A guess is right one time in four; working is right always, and longer. A policy that has learned both
-has something to find out: that working pays.
+A guess is right one time in five, and all five are equally likely, so that sharpening gains nothing. Working
+is always right, and longer. A policy that has learned both has something to find out: that working pays.
 """
 
 from __future__ import annotations
 
-import hashlib
+import importlib
 import random
+import re
+from typing import NamedTuple
 
-PROMPT = "What is {a}+{b}? Put the answer in \\boxed{{}}."
-WORK_SHARE = 0.3
-LUCK = 0.25
-NEAR_MISSES = (-20, -11, -10, -9, -2, -1, 1, 2, 9, 10, 11, 20)
+WORK_SHARE = 0.25
+GUESS_ERRORS = (-2, -1, 0, 1, 2)
+
+_LEVEL = 2
+_TASK = "rlenv.tasks.math"  # reached by name: this library never imports its tasks
 
 
-def train_problems() -> list[tuple[int, int]]:
-    """Every pair of two-digit numbers that evaluation does not use."""
-    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
-    return [pair for pair in pairs if not _held_out(PROMPT.format(a=pair[0], b=pair[1]))]
+class Sum(NamedTuple):
+    """A problem as the environment words it, and its operands."""
+
+    text: str
+    a: int
+    b: int
+
+
+def train_problems() -> list[Sum]:
+    """Every two-digit sum of the task's `train` split, in a fixed order."""
+    rows = importlib.import_module(_TASK).problems(_LEVEL, "train")
+    return [parse(text) for text, _ in rows]
+
+
+def parse(text: str) -> Sum:
+    """A problem's text with its two operands."""
+    a, b = re.findall("[0-9]+", text)
+    return Sum(text, int(a), int(b))
 
 
 def answer(a: int, b: int, rng: random.Random) -> str:
@@ -34,17 +51,11 @@ def work(a: int, b: int) -> str:
     >>> work(42, 31)
     '2+1=3,4+3=7 \\\\boxed{73}'
     """
-    ones = a % 10 + b % 10
-    carry = "+1" if ones > 9 else ""
-    tens = a // 10 + b // 10 + len(carry) // 2
-    return f"{a % 10}+{b % 10}={ones},{a // 10}+{b // 10}{carry}={tens} \\boxed{{{a + b}}}"
+    ones, tens = a % 10 + b % 10, a // 10 + b // 10
+    carried, tens = ("+1", tens + 1) if ones > 9 else ("", tens)
+    return f"{a % 10}+{b % 10}={ones},{a // 10}+{b // 10}{carried}={tens} \\boxed{{{a + b}}}"
 
 
 def guess(a: int, b: int, rng: random.Random) -> str:
-    """The answer at once: right with probability `LUCK`, else a near miss."""
-    miss = 0 if rng.random() < LUCK else rng.choice(NEAR_MISSES)
-    return f"\\boxed{{{a + b + miss}}}"
-
-
-def _held_out(text: str) -> bool:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % 10 == 0
+    """The answer at once, off by one of `GUESS_ERRORS`."""
+    return f"\\boxed{{{a + b + rng.choice(GUESS_ERRORS)}}}"
