@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from benchmarks.faults import FaultyEngine
 from rlenv.engine.base import Engine, Manifest, TensorDigest, WeightSender, WeightSyncClient
 from rlenv.engine.scripted import Policy, ScriptedEngine
+from rlenv.engine.transfer.sender import ModelSender
+from rlenv.models import default_model
 from rlenv.render import Renderer
 
 CHATML = (
@@ -144,3 +148,19 @@ def scripted_case(scripted: Callable[..., ScriptedEngine], sender: WeightSender)
     engine = scripted(lambda prompt_ids, sample: alphabet * 20, delay=0.004, max_model_len=256)
     prompt = Renderer(engine.tokenizer).start([{"role": "user", "content": "abc"}])
     return EngineCase(engine, prompt, sender, underway_s=0.06)
+
+
+@pytest.fixture(scope="session")
+def vllm_engine() -> Iterator[FaultyEngine]:
+    """The real engine on the shipped model, started once; its worker can be made to fail on purpose."""
+    with FaultyEngine(default_model(), device="cpu", max_model_len=256) as engine:
+        yield engine
+
+
+@pytest.fixture
+def vllm_case(vllm_engine: FaultyEngine) -> EngineCase:
+    """The real engine under the contract; the sender sends the shipped weights again."""
+    prompt = Renderer(vllm_engine.tokenizer).start([{"role": "user", "content": "What is 12+34?"}])
+    model = AutoModelForCausalLM.from_pretrained(default_model(), dtype=torch.float32)
+    sender = ModelSender(model, backend=vllm_engine.transport, dtype=vllm_engine.dtype)
+    return EngineCase(vllm_engine, prompt, sender, underway_s=0.05)

@@ -89,9 +89,7 @@ class Engine(Protocol):
     def submit(self, prompt_ids: Sequence[int], sample: Sample, *, request_id: str | None = None) -> Future[Completion]:
         """Queue one request; returns at once. The future never holds a partial result unless it was aborted."""
 
-    async def generate(
-        self, prompt_ids: Sequence[int], sample: Sample, *, request_id: str | None = None
-    ) -> Completion:
+    async def generate(self, prompt_ids: Sequence[int], sample: Sample, *, request_id: str | None = None) -> Completion:
         """`submit`, awaited on the caller's event loop. Cancelling the await aborts the request."""
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:

@@ -31,6 +31,7 @@ from rlenv.types import Completion, FinishReason, Sample, VersionSpan
 
 # A launcher's variables would make vLLM's children join the learner's process group.
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+MIN_BATCHED_TOKENS = 8192  # of one engine step; vLLM's own default for a CPU, 2048, is a third slower
 SHUTDOWN_S = 20.0  # a worker takes some seconds to unload torch
 _DEFAULTS = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork after torch has run can hang
@@ -46,6 +47,8 @@ class VLLMEngine(EngineFaces):
     `dtype`: float32 on a CPU, bfloat16 on a GPU unless said otherwise. `device`: "cpu", "cuda", or what vLLM was
     built for. Raises ConfigError for settings that cannot work, EngineError if vLLM does not start.
     """
+
+    worker_extension = EXTENSION
 
     def __init__(
         self,
@@ -79,12 +82,16 @@ class VLLMEngine(EngineFaces):
             "seed": seed,
             "enforce_eager": self.device == "cpu",
             "logprobs_mode": "processed_logprobs",
-            "worker_extension_cls": EXTENSION,
+            "worker_extension_cls": self.worker_extension,
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
             "hf_overrides": {} if self.dtype == "float32" else {"head_dtype": "float32"},
         }
-        if self.device != "cpu":
+        if self.device == "cpu":
+            # A prompt computed in parts ends vLLM when its request has a seed: CPU generators cannot be set back.
+            arguments["enable_chunked_prefill"] = False
+            arguments["max_num_batched_tokens"] = max(MIN_BATCHED_TOKENS, self.max_model_len)
+        else:
             arguments["gpu_memory_utilization"] = gpu_memory_utilization
         environment = {"VLLM_BATCH_INVARIANT": "1"} if batch_invariant else {}
         try:
@@ -146,13 +153,17 @@ class VLLMEngine(EngineFaces):
             finish_reason=_finish_reason(result.finish_reason),
         )
 
+    def salt(self, label: str) -> str:
+        """What keeps prefix-cache blocks of different weights apart."""
+        return label
+
     async def _run(self, prompt: tuple[int, ...], parameters: Any, internal: str, label: str) -> Any:
         """The final output of one vLLM request; the label salts the prefix cache, so no older block is met."""
         from vllm.v1.engine.exceptions import EngineDeadError as VLLMEngineDeadError
 
         output = None
         try:
-            inputs = {"prompt_token_ids": list(prompt), "cache_salt": label}
+            inputs = {"prompt_token_ids": list(prompt), "cache_salt": self.salt(label)}
             async for latest in self._llm.generate(inputs, parameters, internal):
                 output = latest
         except VLLMEngineDeadError as error:
@@ -195,6 +206,9 @@ class VLLMEngine(EngineFaces):
 
     async def _abort(self, request_ids: frozenset[str] | None) -> None:
         chosen = [i for i, name in self._running.items() if request_ids is None or name in request_ids]
+        known = self._llm.output_processor.external_req_ids
+        while any(i in self._running and i not in known for i in chosen):  # noqa: ASYNC110 - vLLM tells no one
+            await asyncio.sleep(0.001)  # it passes over ids of requests that it is still taking in
         if chosen:
             await self._llm.abort(chosen)
 
@@ -247,32 +261,32 @@ class VLLMEngine(EngineFaces):
         return rows
 
     async def canaries(self) -> list[CanaryResult]:
-        """Two requests at once, two engine steps: one computes its whole prompt, one reads it from the prefix cache.
+        """Three requests at once, two engine steps: prefill, and one token decoded beside whatever else is in flight.
 
-        Both are then decoded for one step, beside whatever else is in flight.
+        The first reads what the prefix cache held before, if anything; the second computes its whole prompt; the
+        third reads the blocks that the second wrote.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         length = max(2, min(self._block + 16, self.max_model_len - 2))
         prompt = tuple(canary_prompt(self._vocabulary, length))
-        common: dict[str, Any] = {
+        sampling: dict[str, Any] = {
             "temperature": 1.0, "seed": 0, "max_tokens": 2, "ignore_eos": True, "logprobs": 0, "flat_logprobs": True,
             "detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY,
         }  # fmt: skip
-        label = self._updater.label
-        computed, cached = await asyncio.gather(
-            self._run(prompt, SamplingParams(**common, prompt_logprobs=0), f"canary-{next(self._ids)}", label),
-            self._run(prompt, SamplingParams(**common), f"canary-{next(self._ids)}", label),
-        )
-        sampled = computed.outputs[0]
+        extras: list[dict[str, Any]] = [{}, {"prompt_logprobs": 0}, {}]
+        before, computed, after = await asyncio.gather(*(
+            self._run(prompt, SamplingParams(**sampling, **extra), f"canary-{next(self._ids)}", self._updater.label)
+            for extra in extras
+        ))  # fmt: skip
         prefill = [computed.prompt_logprobs[i][prompt[i]].logprob for i in range(1, length)]
         return [
             CanaryResult("prefill", prompt, tuple(prefill)),
-            CanaryResult("decode", prompt + tuple(sampled.token_ids), tuple(sampled.logprobs.logprobs)),
-            CanaryResult("cached-prefix", prompt + tuple(cached.outputs[0].token_ids),
-                         tuple(cached.outputs[0].logprobs.logprobs)),
-        ]  # fmt: skip
+            _sampled("decode", prompt, computed),
+            _sampled("cached-prefix", prompt, before),
+            _sampled("cached-prefix", prompt, after),
+        ]
 
     async def _close(self) -> None:
         if self._llm is None:
@@ -282,6 +296,11 @@ class VLLMEngine(EngineFaces):
             return
         self._llm.shutdown(timeout=SHUTDOWN_S)
         self._llm.shutdown = _nothing  # its finaliser calls it again at interpreter exit, when half of vLLM is gone
+
+
+def _sampled(kind: str, prompt: tuple[int, ...], output: Any) -> CanaryResult:
+    result = output.outputs[0]
+    return CanaryResult(kind, prompt + tuple(result.token_ids), tuple(result.logprobs.logprobs))
 
 
 def _start_vllm(arguments: dict[str, Any], transport: str, environment: dict[str, str]) -> Any:

@@ -1,4 +1,5 @@
-"""vLLM calls `register` in each of its processes; afterwards our weight-transfer backends exist there.
+"""vLLM calls `register` in each of its processes; afterwards our weight-transfer backends exist there, and each child
+process ends when its parent does.
 
 vLLM swallows an error raised here and lets `VLLM_PLUGINS` filter entry points, so `VLLMEngine` probes at start
 whether the backend arrived.
@@ -6,6 +7,12 @@ whether the backend arrived.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import threading
+import time
+
+PARENT_CHECK_S = 1.0
 SHARED_MEMORY = "shm"
 IPC = "rlenv_ipc"
 _BACKENDS = {
@@ -15,9 +22,24 @@ _BACKENDS = {
 
 
 def register() -> None:
-    """Make our backends known to vLLM's factory; a second call changes nothing."""
+    """Make our backends known to vLLM's factory and watch the parent; a second call changes nothing."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     for name, (module, engine) in _BACKENDS.items():
         if name not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(name, module, engine)
+    _end_with_parent()
+
+
+def _end_with_parent() -> None:
+    """A vLLM process whose parent was killed would wait for ever, holding its memory."""
+    parent = multiprocessing.parent_process()
+    name = "rlenv parent watch"
+    if parent is not None and all(thread.name != name for thread in threading.enumerate()):
+        threading.Thread(target=_watch, args=(parent.pid,), name=name, daemon=True).start()
+
+
+def _watch(parent_pid: int | None) -> None:
+    while os.getppid() == parent_pid:
+        time.sleep(PARENT_CHECK_S)
+    os._exit(1)

@@ -30,7 +30,7 @@ class ModelSender:
             )
         self.model = model
         self._dtype = getattr(torch, dtype)
-        self._transport: _SharedMemory | _NativeTransport = (
+        self.transport: _SharedMemory | _NativeTransport = (
             _SharedMemory() if backend == SHARED_MEMORY else _NativeTransport(rank)
         )
 
@@ -39,13 +39,17 @@ class ModelSender:
 
         Raises LearnerError if a weight is not finite, before the engine is touched.
         """
-        weights = [(name, _full(parameter).to(self._dtype)) for name, parameter in self.model.named_parameters()]
+        weights = self.staged()
         for name, tensor in weights:
             if not bool(torch.isfinite(tensor).all()):
                 raise LearnerError(f"the learner's weight {name} is not finite: it is not sent")
         manifest = {name: tensor_digest(tensor) for name, tensor in weights}
-        self._transport.send(weights, client)
+        self.transport.send(weights, client)
         return manifest
+
+    def staged(self) -> Weights:
+        """Every parameter under its checkpoint name, whole, in the engine's dtype."""
+        return [(name, _full(parameter).to(self._dtype)) for name, parameter in self.model.named_parameters()]
 
     @torch.inference_mode()
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -51,44 +51,59 @@ class WeightUpdater:
         self.label = "0"
         self.version = 0
         self.ledger = Ledger(self.label)
+        self._attempts = {self.version: 1}
         self.cleared: dict[str, bool] = {
             self.label: True
         }  # label → whether the swap to it dropped older keys and values
         self.condemned: WeightUpdateError | None = None
+        self._refuted = False  # whether the weights that serve were refuted
 
     async def update(self, sender: WeightSender, version: int, mode: PauseMode, clear_cache: bool) -> UpdateReport:
         """Transfer and prove, with one full second attempt under a label of its own, on cleared caches.
 
-        Raises ConfigError for a version that does not follow the one that serves, WeightUpdateError when weights
-        cannot be delivered. If nothing was loaded the engine serves the old version; otherwise it serves no more.
+        Raises ConfigError for a version older than the one that serves, the sender's own error if it failed before
+        anything was loaded, and WeightUpdateError when weights are refused or refuted. If nothing was loaded the
+        engine serves the old version; otherwise it serves no more, until an update succeeds.
         """
         async with self._lock:
-            if version <= self.version:
-                raise ConfigError(f"weight version {version} does not follow {self.version}, which serves now")
-            first = _Attempt(self._control, self._held, version, str(version), mode, clear_cache)
+            if version < self.version:
+                raise ConfigError(f"weight version {version} is older than {self.version}, which serves now")
+            first = self._attempt(version, mode, clear_cache)
             try:
                 return await self._carry_out(first, sender)
             except WeightUpdateError as error:
+                self.ledger.refute(first.label, error)
                 if not first.touched:
                     raise
-                self.ledger.refute(first.label, error)
-            second = _Attempt(self._control, self._held, version, f"{version}#2", mode, clear_cache=True)
+            self._refuted = True
+            second = self._attempt(version, mode, clear_cache=True)
             try:
                 return await self._carry_out(second, sender)
             except WeightUpdateError as error:
                 self.ledger.refute(second.label, error)
                 self.condemned = error
                 await self._control.drop_all()
+                await self._control.release()
                 raise
 
+    def _attempt(self, version: int, mode: PauseMode, clear_cache: bool) -> _Attempt:
+        """An attempt with a label that no other has: vLLM merges the spans of one label."""
+        number = self._attempts.get(version, 0) + 1
+        label = str(version) if number == 1 else f"{version}#{number}"
+        self.cleared[label] = clear_cache
+        self.ledger.open(label)
+        return _Attempt(self._control, self._held, version, label, mode, clear_cache, recover=self._refuted)
+
     async def _carry_out(self, attempt: _Attempt, sender: WeightSender) -> UpdateReport:
-        self.cleared[attempt.label] = attempt.clear_cache
-        self.ledger.open(attempt.label)
-        manifest = await attempt.transfer(sender, on_label=self._serve)
+        try:
+            manifest = await attempt.transfer(sender, on_label=self._serve)
+        finally:
+            if attempt.touched:  # its label may be in use from now on
+                self._attempts[attempt.version] = self._attempts.get(attempt.version, 0) + 1
         begun = time.perf_counter()
         mismatch = await self._prove(attempt, manifest, sender)
         self.ledger.prove(attempt.label)
-        self.condemned = None
+        self._refuted, self.condemned = False, None
         return UpdateReport(
             version=attempt.version,
             label=attempt.label,
@@ -130,6 +145,7 @@ class _Attempt:
     label: str
     mode: PauseMode
     clear_cache: bool
+    recover: bool  # whether an update before it failed with the weights touched
     touched: bool = False  # whether the engine's weights may have changed
     in_flight: int = 0
     pause_s: float = 0.0
@@ -141,32 +157,26 @@ class _Attempt:
     _expired: bool = False
 
     async def transfer(self, sender: WeightSender, on_label: Any) -> Manifest:
-        """Let `sender` drive this client, within a deadline; the engine is resumed on every way out."""
+        """Let `sender` drive this client, within a deadline.
+
+        The engine is resumed, unless it holds half an update: then it stays paused, for it cannot compute.
+        """
         self._on_label = on_label
         try:
             manifest = await asyncio.wait_for(asyncio.to_thread(sender.send, self), TRANSFER_DEADLINE_S)
         except TimeoutError:
             self._expired = True
             raise self._failed(f"the transfer took over {TRANSFER_DEADLINE_S:.0f} s") from None
-        except (WeightUpdateError, ConfigError):
-            raise
         except Exception as error:
+            if isinstance(error, WeightUpdateError) or not self.touched:
+                raise  # what went wrong on the trainer's side alone is the trainer's to tell
             raise self._failed(f"{type(error).__name__}: {error}") from error
         finally:
-            await self._let_go()
+            if self._paused and not self.touched:
+                await self.control.release()
         if not self._finished:
             raise self._failed("the sender returned without having sent anything")
         return manifest
-
-    async def _let_go(self) -> None:
-        """Resume after a transfer that did not finish. If it may have loaded something, the tokens that follow
-        carry this attempt's label, which is about to be refuted, and not the label of weights that are no more.
-        """
-        if self._paused and self.touched:
-            await self.control.set_label(self.label)
-        if self._paused:
-            await self.control.release()
-            self._paused = False
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._run(self.control.rpc("init_weight_transfer_engine", {"init_info": init_info}))
@@ -184,7 +194,9 @@ class _Attempt:
         begun = time.perf_counter()
         self.in_flight = self.control.in_flight
         self._paused = True
-        await self.control.hold(self.mode, self.clear_cache)
+        await self.control.hold(self.mode, self.clear_cache or self.recover)
+        if self.recover:
+            await self.control.rpc("rlenv_recover")
         self.pause_s = time.perf_counter() - begun
         self._begun = time.perf_counter()
 

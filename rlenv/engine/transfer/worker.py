@@ -1,4 +1,4 @@
-"""What vLLM's workers can be asked about their weights: which checkpoint tensors they hold, and their fingerprints.
+"""What vLLM's workers can be asked about their weights: the checkpoint tensors that they hold, and their fingerprints.
 
 Mixed into each worker by `worker_extension_cls`. A layer that runs on a packed copy of its weight (every linear
 layer on CPUs) is read through the kernel that serves it: the identity matrix times the layer is its weight, exactly,
@@ -19,9 +19,10 @@ EXTENSION = "rlenv.engine.transfer.worker.ProofExtension"
 
 
 class ProofExtension:
-    """Adds `rlenv_weights` to a vLLM worker."""
+    """Adds `rlenv_weights` and `rlenv_recover` to a vLLM worker."""
 
     model_runner: Any
+    weight_transfer_engine: Any
 
     def rlenv_weights(self) -> dict[str, list[list[Any]]]:
         """Fingerprints of everything this worker computes with.
@@ -37,6 +38,17 @@ class ProofExtension:
             row = [held.checkpoint_name, held.held_as, digest.dtype, list(digest.shape), digest.value]
             rows["constant" if held.constant else "checkpoint"].append(row)
         return rows
+
+    def rlenv_recover(self) -> None:
+        """Forget an update that did not finish, and zero the key-value cache.
+
+        A NaN that bad weights left in the cache would outlive them: attention kernels give masked positions the
+        weight 0, and 0 × NaN is NaN.
+        """
+        self._weight_update_active = False
+        self.weight_transfer_engine.reset_weight_update_target()
+        for cache in self.model_runner.kv_caches:
+            cache.zero_()
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,10 @@ from rlenv.types import Completion, Sample
 if TYPE_CHECKING:
     from conftest import EngineCase
 
-ENGINES = ["scripted_case"]
+ENGINES = ["scripted_case", pytest.param("vllm_case", marks=pytest.mark.engine)]
 GREEDY = Sample(temperature=0.0, max_tokens=12, ignore_eos=True)
-LONG = Sample(max_tokens=100, ignore_eos=True)
+TOKENS = 200
+LONG = Sample(max_tokens=TOKENS, ignore_eos=True)
 
 
 @pytest.fixture(params=ENGINES)
@@ -39,11 +40,11 @@ def test_completion_is_exact(case: EngineCase) -> None:
     completion = case.engine.submit(case.prompt_ids, LONG).result(60)
     assert completion.prompt_ids == tuple(case.prompt_ids)
     assert completion.finish_reason == "length"
-    assert len(completion.token_ids) == len(completion.logprobs) == 100
+    assert len(completion.token_ids) == len(completion.logprobs) == TOKENS
     assert all(logprob <= 0.0 for logprob in completion.logprobs)
     assert completion.text == text_of(case.engine.tokenizer, completion.token_ids)
     [span] = completion.spans
-    assert (span.version, span.start, span.end, span.stale_context) == (case.engine.weight_version, 0, 100, False)
+    assert (span.version, span.start, span.end, span.stale_context) == (case.engine.weight_version, 0, TOKENS, False)
 
 
 def test_greedy_sampling_repeats_itself(case: EngineCase) -> None:
@@ -67,7 +68,7 @@ def test_without_max_tokens_the_context_is_filled(case: EngineCase) -> None:
     assert (len(completion.token_ids), completion.finish_reason) == (5, "length")
 
 
-@pytest.mark.parametrize("excess", [0, 1, 100])
+@pytest.mark.parametrize("excess", [0, 1, 9])
 def test_prompt_without_room_for_an_answer_is_refused(case: EngineCase, excess: int) -> None:
     prompt = (case.prompt_ids * case.engine.max_model_len)[: case.engine.max_model_len + excess]
     with pytest.raises(ConfigError, match="leaves no room"):
@@ -85,7 +86,7 @@ def test_threads_and_coroutines_share_the_engine(case: EngineCase) -> None:
         threads = [pool.submit(lambda: case.engine.submit(case.prompt_ids, LONG).result(60)) for _ in range(16)]
         loops = [pool.submit(in_a_loop_of_its_own) for _ in range(2)]
         completions = [*(thread.result() for thread in threads), *loops[0].result(), *loops[1].result()]
-    assert [len(completion.token_ids) for completion in completions] == [100] * 48
+    assert [len(completion.token_ids) for completion in completions] == [TOKENS] * 48
     assert case.engine.in_flight == 0
 
 
@@ -107,7 +108,7 @@ def test_id_can_be_used_again_right_after_its_abort(case: EngineCase) -> None:
 
     first, second = _run(scenario())
     assert first.finish_reason == "abort"
-    assert (second.finish_reason, len(second.token_ids)) == ("length", 100)
+    assert (second.finish_reason, len(second.token_ids)) == ("length", TOKENS)
 
 
 def test_abort_ends_the_named_requests_and_no_other(case: EngineCase) -> None:
@@ -121,7 +122,7 @@ def test_abort_ends_the_named_requests_and_no_other(case: EngineCase) -> None:
     assert [i for i, completion in enumerate(completions) if completion.finish_reason == "abort"] == [2, 5, 6]
     for completion in completions:
         assert len(completion.token_ids) == len(completion.logprobs) == sum(s.end - s.start for s in completion.spans)
-        assert (len(completion.token_ids) < 100) == (completion.finish_reason == "abort")
+        assert (len(completion.token_ids) < TOKENS) == (completion.finish_reason == "abort")
 
 
 def test_abort_without_names_ends_all(case: EngineCase) -> None:
@@ -197,7 +198,7 @@ def test_requests_that_are_kept_can_be_aborted_and_not_waited_for(case: EngineCa
 
     completion = _run(scenario())
     assert completion.finish_reason == "abort"
-    assert 0 < len(completion.token_ids) < 100
+    assert 0 < len(completion.token_ids) < TOKENS
 
 
 def test_pause_knows_its_three_modes_only(case: EngineCase) -> None:
@@ -219,7 +220,7 @@ def test_pause_keep_loses_no_request_and_no_token(case: EngineCase, clear_cache:
 
     completions = _run(scenario())
     assert [completion.finish_reason for completion in completions] == ["length"] * 8
-    assert [len(completion.token_ids) for completion in completions] == [100] * 8
+    assert [len(completion.token_ids) for completion in completions] == [TOKENS] * 8
 
 
 def test_pause_wait_returns_when_all_in_flight_are_done(case: EngineCase) -> None:
@@ -249,7 +250,7 @@ def test_pause_abort_gives_partial_results_marked_as_such(case: EngineCase) -> N
 
     for completion in _run(scenario()):
         assert completion.finish_reason == "abort"
-        assert len(completion.token_ids) < 100
+        assert len(completion.token_ids) < TOKENS
 
 
 def test_update_mid_generation_switches_labels_at_a_token(case: EngineCase) -> None:
@@ -267,10 +268,10 @@ def test_update_mid_generation_switches_labels_at_a_token(case: EngineCase) -> N
         return completions
 
     for completion in _run(scenario()):
-        assert (completion.finish_reason, len(completion.token_ids)) == ("length", 100)
+        assert (completion.finish_reason, len(completion.token_ids)) == ("length", TOKENS)
         before, after = completion.spans
         assert (before.version, after.version) == (version - 1, version)
-        assert 0 == before.start < before.end == after.start < after.end == 100
+        assert 0 == before.start < before.end == after.start < after.end == TOKENS
         assert not after.stale_context
 
 
