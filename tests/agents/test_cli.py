@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,18 +66,18 @@ def test_a_launcher_of_several_processes_is_told_what_to_type() -> None:
 
 
 class Command:
-    """`rlenv train math-v0 …` in a session of its own, whose processes carry a mark in their environment."""
+    """`rlenv train math-v0 …` in a session of its own."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
-        self.folder, self.mark = folder, uuid.uuid4().hex
+        self.folder = folder
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rlenv.agents.cli", "train", "math-v0", "--run-dir", str(folder), *arguments],
-            env={**os.environ, "RLENV_TEST_MARK": self.mark},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
+        self.family: set[psutil.Process] = set()
 
     def summary(self) -> dict[str, Any]:
         path = self.folder / "summary.json"
@@ -91,24 +90,31 @@ class Command:
             assert time.monotonic() < deadline, self.summary()
             time.sleep(0.05)
 
+    def remember_family(self) -> None:
+        """Note who belongs to this run while its parent can still tell."""
+        self.family |= set(psutil.Process(self.process.pid).children(recursive=True))
+
     def press_ctrl_c(self) -> None:
         """As a terminal does: to every process of the foreground group."""
+        self.remember_family()
         os.killpg(self.process.pid, signal.SIGINT)
 
-    def processes(self) -> list[psutil.Process]:
-        return [process for process in psutil.process_iter() if self._is_ours(process)]
+    def survivors(self) -> list[psutil.Process]:
+        return [process for process in self.family if _is_alive(process)]
 
     def assert_gone(self) -> None:
+        assert self.family, "a run has processes of its own"
         deadline = time.monotonic() + END_S
-        while self.processes() and time.monotonic() < deadline:
+        while self.survivors() and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert [process.cmdline() for process in self.processes()] == []
+        assert self.survivors() == []
 
-    def _is_ours(self, process: psutil.Process) -> bool:
-        try:
-            return process.environ().get("RLENV_TEST_MARK") == self.mark and process.status() != psutil.STATUS_ZOMBIE
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            return False
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.fixture
@@ -116,7 +122,8 @@ def long_run(tmp_path: Path) -> Iterator[Command]:
     """A run that would take hours, killed at the end of the test if it is still there."""
     command = Command(tmp_path / "run", "--steps", "10000", "--eval-problems", "0", "--groups-per-step", "8")
     yield command
-    for process in command.processes():
+    command.process.kill()
+    for process in command.survivors():
         process.kill()
     command.process.communicate()
 
@@ -127,6 +134,8 @@ def test_a_run_from_the_command_line_leaves_a_model_and_no_process(tmp_path: Pat
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     command = Command(tmp_path / "run", "--steps", "3", "--eval-problems", "32", "--groups-per-step", "8")
+    command.wait_for_updates(1)
+    command.remember_family()
     output, errors = command.process.communicate(timeout=START_S)
     assert command.process.returncode == 0, errors
     assert errors == "" and "step 3/3" in output
@@ -170,6 +179,7 @@ def test_a_second_ctrl_c_ends_it_at_once(long_run: Command) -> None:
 @pytest.mark.slow
 def test_a_killed_run_leaves_no_process(long_run: Command) -> None:
     long_run.wait_for_updates(1)
+    long_run.remember_family()
     long_run.process.kill()
     long_run.process.communicate(timeout=END_S)
     long_run.assert_gone()
