@@ -19,6 +19,7 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.error import ResetNeeded
 
 from rlenv.errors import ConfigError, EnvError
+from rlenv.limit import make_env
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _START_LIMIT_S = 120.0  # imports and data, and the server's own start
@@ -27,7 +28,7 @@ Step = tuple[str, float, bool, bool, dict[str, Any]]
 
 
 class IsolatedEnv(gymnasium.Env[str, str]):
-    """`gymnasium.make(spec, **kwargs)` in a worker process; `reset` and `step` take at most `timeout_s` seconds.
+    """`make_env(spec, **kwargs)` in a worker process; `reset` and `step` take at most `timeout_s` seconds.
 
     When one takes longer, or the process dies, the episode has no verdict: its last step is truncated, and
     `info["failure"]` says "timeout" or "died". The worker is gone then; the next `reset` starts another (with
@@ -134,7 +135,7 @@ def _serve(connection: Connection, spec: EnvSpec, kwargs: dict[str, Any]) -> Non
             return
         try:
             if env is None:
-                env = gymnasium.make(spec, **kwargs)
+                env = make_env(spec, **kwargs)
             if call == "describe":
                 connection.send(((env.spec, env.observation_space, env.action_space), None))
             else:

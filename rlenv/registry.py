@@ -27,6 +27,7 @@ from rlenv.bound import EngineBoundEnv
 from rlenv.engine.base import Engine
 from rlenv.errors import ConfigError, UnknownTaskError
 from rlenv.isolated import IsolatedEnv
+from rlenv.limit import make_env
 from rlenv.render import Renderer
 from rlenv.vector import TextVectorEnv
 
@@ -55,7 +56,8 @@ def make(
 
     With an engine its actions are `str | Sample`; `system` then opens every transcript with a system message.
     With `step_timeout_s` the environment runs in a process of its own, which is ended when a step takes longer.
-    Other arguments are `gymnasium.make`'s and the task's own. Raises UnknownTaskError for an id that nobody
+    Other arguments are `gymnasium.make`'s and the task's own; an episode that is over on the last of
+    `max_episode_steps` is terminated, and not truncated as well. Raises UnknownTaskError for an id that nobody
     registered, ConfigError for arguments that cannot work.
     """
     if system is not None and engine is None:
@@ -143,7 +145,7 @@ def register_own_tasks() -> None:
 
 def _create(spec: EnvSpec, step_timeout_s: float | None, kwargs: dict[str, Any]) -> gymnasium.Env[str, Any]:
     if step_timeout_s is None:
-        return gymnasium.make(spec, **kwargs)
+        return make_env(spec, **kwargs)
     return IsolatedEnv(spec, kwargs, timeout_s=step_timeout_s)
 
 

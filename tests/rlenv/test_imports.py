@@ -20,7 +20,7 @@ PACKAGES: list[str] = PYPROJECT["tool"]["setuptools"]["packages"]
 # A room imports rooms to its left, and its own; a module that is not named here stands in the row of `registry`.
 ROWS = (
     {"types", "errors"},
-    {"spaces", "env", "infos", "isolated", "render", "grading", "engine", "models"},
+    {"spaces", "env", "infos", "isolated", "limit", "render", "grading", "engine", "models"},
     {"bound", "registry", "vector", "rollout", "__init__"},
     {"tasks", "agents"},
 )
