@@ -18,7 +18,8 @@ NO_SPREAD = 1e-6  # rewards closer than this, relative to their size, are equal:
 class Scored:
     """Rows to train on: `trajectories[i]` has `advantages[i]`.
 
-    Of `groups` that had a baseline, `zero_std_groups` had equal rewards (their advantages are exactly 0).
+    Of `groups` that had a baseline, `zero_std_groups` had equal rewards (their advantages are exactly 0, if they
+    are among the rows at all).
     Groups left with one survivor are dropped and counted in `lone_survivors`, those with none in
     `failed_groups`. `failures` counts failed rollouts by cause, over all groups.
     """
@@ -32,13 +33,14 @@ class Scored:
     failures: Mapping[str, int]
 
 
-def score(groups: Iterable[Group]) -> Scored:
+def score(groups: Iterable[Group], *, filter_constant: bool = False) -> Scored:
     """Give each trajectory its advantage within its own group; failures are no part of the baseline.
 
-    Raises ValueError when a reward is not finite: an environment that cannot judge must fail or abstain.
+    With `filter_constant`, groups of equal rewards are left out of the rows, unless there are no others: a batch
+    without a row is no batch. Raises ValueError when a reward is not finite: an environment that cannot judge must
+    fail or abstain.
     """
-    trajectories: list[Trajectory] = []
-    advantages: list[float] = []
+    scored: list[tuple[Group, list[float]]] = []
     counts: Counter[str] = Counter()
     failures: Counter[str] = Counter()
     for group in groups:
@@ -50,11 +52,12 @@ def score(groups: Iterable[Group]) -> Scored:
         values = normalise([_reward(trajectory) for trajectory in group.trajectories])
         counts["groups"] += 1
         counts["zero_std"] += not any(values)
-        trajectories += group.trajectories
-        advantages += values
+        scored.append((group, values))
+    if filter_constant and counts["zero_std"] < counts["groups"]:
+        scored = [(group, values) for group, values in scored if any(values)]
     return Scored(
-        trajectories=tuple(trajectories),
-        advantages=tuple(advantages),
+        trajectories=tuple(trajectory for group, _ in scored for trajectory in group.trajectories),
+        advantages=tuple(value for _, values in scored for value in values),
         groups=counts["groups"],
         zero_std_groups=counts["zero_std"],
         lone_survivors=counts["lone"],
@@ -69,10 +72,16 @@ def normalise(rewards: Sequence[float]) -> list[float]:
     The group baseline of GRPO (arXiv 2402.03300, section 4.1.2). No epsilon joins the deviation: equal
     rewards are found first, so that float noise of 1e-9 is not blown up to advantages of ±1.
     """
+    if are_equal(rewards):
+        return [0.0] * len(rewards)
     values = np.asarray(rewards, dtype=np.float64)
-    if np.ptp(values) <= NO_SPREAD * max(1.0, float(np.abs(values).max())):
-        return [0.0] * len(values)
     return ((values - values.mean()) / values.std()).tolist()
+
+
+def are_equal(rewards: Sequence[float]) -> bool:
+    """Whether rewards differ by no more than float noise, so that a group of them carries no signal."""
+    values = np.asarray(rewards, dtype=np.float64)
+    return bool(np.ptp(values) <= NO_SPREAD * max(1.0, float(np.abs(values).max())))
 
 
 def _reward(trajectory: Trajectory) -> float:

@@ -19,6 +19,7 @@ from rlenv.errors import ConfigError
 
 Mode = Literal["sync", "one-step-off", "async"]
 Device = Literal["auto", "cpu", "cuda"]
+ConstantGroups = Literal["keep", "filter", "resample"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,9 @@ class TrainConfig:
     """Groups in a batch."""
     group_size: int = 8
     """Rollouts of one task at one seed, which share a baseline."""
+    constant_groups: ConstantGroups = "keep"
+    """What becomes of groups whose rewards are all equal, which teach nothing. keep: they stay in the batch, at
+    advantage 0. filter: they are left out of it. resample: others take their place (DAPO's dynamic sampling)."""
     mode: Mode = "async"
     """sync: rollouts and updates alternate. one-step-off: a batch is sampled while the one before it is trained on.
     async: rollouts never stop, and weights are swapped under them."""
@@ -54,6 +58,8 @@ class TrainConfig:
     """Seeds task order, sampling and the learner."""
     run_dir: str = "runs/train"
     """Folder for metrics, curves and the trained model. An earlier run there is moved aside, never overwritten."""
+    save_trajectories: bool = False
+    """Keep every training rollout, with its exact ids, in parquet files in the run folder; see `rlenv replay`."""
     device: Device = "auto"
     """Where engine and learner compute."""
     eval_problems: int = 512
@@ -70,6 +76,7 @@ class TrainConfig:
             )
         _one_of("mode", self.mode, Mode)
         _one_of("device", self.device, Device)
+        _one_of("constant_groups", self.constant_groups, ConstantGroups)
         _at_least("staleness", self.staleness, 0)
         _positive("lr", self.lr)
         _positive("temperature", self.temperature)

@@ -63,7 +63,13 @@ class TrainLoop:
         on_step: Callable[[StepRow], None],
     ) -> None:
         self.tally = Tally()
-        self.buffer = GroupBuffer(config.steps, config.groups_per_step, config.staleness_bound, engine.proven)
+        self.buffer = GroupBuffer(
+            config.steps,
+            config.groups_per_step,
+            config.staleness_bound,
+            engine.proven,
+            resample_constant=config.constant_groups == "resample",
+        )
         self._engine, self._learner, self._rollout = engine, learner, rollout
         self._config, self._on_step = config, on_step
         self._failed_in_a_row: list[Group] = []
@@ -128,7 +134,8 @@ class TrainLoop:
     def _batch(self, groups: Sequence[Group], version: int) -> Batch:
         if self._config.shuffle_rewards:
             groups = shuffle_rewards(groups, seed=task_seed(self._config.seed, version))
-        return pack(score(groups), version=version, temperature=self._config.temperature)
+        scored = score(groups, filter_constant=self._config.constant_groups == "filter")
+        return pack(scored, version=version, temperature=self._config.temperature)
 
     async def _update_weights(self, version: int) -> UpdateReport:
         try:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rlenv.agents.advantages import are_equal
 from rlenv.agents.learner_types import StepMetrics
 from rlenv.engine.base import UpdateReport
 from rlenv.types import Group
@@ -103,7 +104,7 @@ class Tally:
         """The weights of version `report.version` came from these groups; closes a row."""
         rows = [row for group in groups for row in group.trajectories]
         lags = [report.version - 1 - row.oldest_version for row in rows]
-        constant = sum(len({row.reward for row in group.trajectories}) == 1 for group in groups)
+        constant = sum(are_equal([row.reward for row in group.trajectories]) for group in groups)
         now = time.perf_counter()
         row = StepRow(
             step=self.steps + 1,
@@ -144,6 +145,7 @@ class Tally:
             "dropped_stale": self.dropped["stale"],
             "dropped_unproven": self.dropped["unproven"],
             "dropped_too_few_survivors": self.dropped["too few survivors"],
+            "dropped_constant": self.dropped["constant"],
             "tokens": self.tokens,
             "tokens_per_s": self.tokens / wall,
             "learner_idle": self.wait_s / wall,
