@@ -82,6 +82,11 @@ class LearnerHandle:
         """Wait until the model is loaded; whatever is asked sooner waits for it, too."""
         await _in_thread(self._call, "ready")
 
+    def check(self) -> None:
+        """Raise LearnerError if the process has ended: nobody need wait for data to give it."""
+        if not self._closed and self._process.poll() is not None:
+            raise self._death("a wait for data")
+
     async def step(self, batch: Batch) -> StepMetrics:
         """One update of the policy: its version grows by one. A cancelled wait leaves the update going on."""
         metrics: StepMetrics = await _in_thread(self._call, "step", batch)

@@ -41,7 +41,7 @@ from rlenv.errors import GroupError, WeightUpdateError
 from rlenv.types import Group
 
 Rollout = Callable[[int, int], Awaitable[Group]]  # (group id, seed of its task) → the finished group
-IDLE_PERIOD_S = 0.02  # how often the engine is looked at
+WATCH_PERIOD_S = 0.02
 
 
 class Learner(WeightSender, Protocol):
@@ -49,6 +49,9 @@ class Learner(WeightSender, Protocol):
 
     async def step(self, batch: Batch) -> StepMetrics:
         """One update of the policy; raises LearnerError when its process failed."""
+
+    def check(self) -> None:
+        """Raise LearnerError if its process has ended."""
 
 
 class TrainLoop:
@@ -78,17 +81,16 @@ class TrainLoop:
     async def run(self) -> None:
         """Train for `config.steps`. Raises GroupError, EngineError, LearnerError, or what an agent or task raised."""
         self.tally.begin()
-        watch = asyncio.create_task(self._watch_engine())
         cause = None
         try:
             async with asyncio.TaskGroup() as tasks:
-                rollouts = tasks.create_task(self._rollouts())
+                others = [tasks.create_task(self._rollouts()), tasks.create_task(self._watch())]
                 await self._updates()
-                rollouts.cancel()
+                for task in others:
+                    task.cancel()
         except BaseExceptionGroup as several:
             cause = first_cause(several)
         finally:
-            watch.cancel()
             self.tally.end()
         if cause is not None:
             raise cause
@@ -156,11 +158,12 @@ class TrainLoop:
             f"every rollout of a whole batch failed: {count} of {len(failures)} by {cause}, for example: {example}"
         )
 
-    async def _watch_engine(self) -> None:
-        """Add up the time in which the engine has no request in flight."""
+    async def _watch(self) -> None:
+        """Notice a learner that died, and add up the time in which the engine has no request in flight."""
         before = time.perf_counter()
         while True:
-            await asyncio.sleep(IDLE_PERIOD_S)
+            await asyncio.sleep(WATCH_PERIOD_S)
+            self._learner.check()
             now = time.perf_counter()
             if self._engine.in_flight == 0:
                 self.tally.engine_idle_s += now - before

@@ -13,10 +13,10 @@ from rlenv.errors import LearnerError
 
 
 class FakeLearner:
-    """Takes `seconds` for a step and remembers each batch; `fails_at` names a step that raises."""
+    """Takes `seconds` for a step and remembers each batch; `fails_at` names a step that raises; may be `dead`."""
 
     def __init__(self, seconds: float = 0.0, fails_at: int = 0) -> None:
-        self.seconds, self.fails_at = seconds, fails_at
+        self.seconds, self.fails_at, self.dead = seconds, fails_at, False
         self.batches: list[Batch] = []
 
     async def step(self, batch: Batch) -> StepMetrics:
@@ -39,6 +39,10 @@ class FakeLearner:
             by_staleness={},
             seconds=self.seconds,
         )
+
+    def check(self) -> None:
+        if self.dead:
+            raise LearnerError("the learner's process died")
 
     def send(self, client: WeightSyncClient) -> Manifest:
         client.start_weight_update()

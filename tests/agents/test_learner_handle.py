@@ -205,8 +205,11 @@ def test_ctrl_c_is_the_hosts_to_handle(shared: Shared) -> None:
 @pytest.mark.usefixtures("_environment")
 def test_a_death_of_the_process_is_an_error_with_its_exit_code(model_folder: str, tmp_path: Path) -> None:
     learner = start(model_folder, tmp_path / "order", "die")
+    learner.check()
     with pytest.raises(LearnerError, match="ended with code 7 during send"):
         learner.send(RecordingClient())
+    with pytest.raises(LearnerError, match="ended with code 7 during a wait for data"):
+        learner.check()
     with pytest.raises(LearnerError, match="ended with code 7 during logprobs"):
         learner.logprobs([[1, 2]])
     learner.close()

@@ -189,6 +189,18 @@ def test_a_dead_learner_ends_the_run_and_leaves_no_request_in_flight(scripted: S
     assert engine.in_flight == 0
 
 
+def test_a_learner_that_dies_while_rollouts_last_is_noticed_before_they_end(scripted: Start) -> None:
+    async def body() -> None:
+        learner = FakeLearner()
+        run = asyncio.create_task(loop_of(scripted(lambda p, s: "abc" * 1000, delay=1.0), learner).run())
+        await asyncio.sleep(0.05)
+        learner.dead = True
+        with pytest.raises(LearnerError):
+            await asyncio.wait_for(run, 1)
+
+    asyncio.run(body())
+
+
 def test_a_refuted_update_stops_the_run_before_its_tokens_are_trained_on(scripted: Start) -> None:
     engine, learner = scripted(lambda p, s: "abc", delay=0.001, proof_delay=0.01), FakeLearner()
     engine.refuted |= {"2", "2#2"}
