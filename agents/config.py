@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
+from rlenv.engine.base import PauseMode
 from rlenv.errors import ConfigError
 
 Mode = Literal["sync", "one-step-off", "async"]
@@ -48,6 +49,10 @@ class TrainConfig:
     async: rollouts never stop, and weights are swapped under them."""
     staleness: int = 2
     """Bound on the lag, in versions, of every token that is trained on; read in async mode."""
+    pause: PauseMode = "keep"
+    """What becomes of rollouts in flight when weights are swapped: keep them, wait for them, or abort them."""
+    clear_cache: bool = True
+    """Recompute at a swap, under the new weights, the keys and values of rollouts that are kept."""
     lr: float = 2e-4
     """Learning rate of AdamW."""
     temperature: float = 1.0
@@ -75,6 +80,7 @@ class TrainConfig:
                 f"group size {self.group_size} leaves no baseline: type --group-size 2 or more (8 is usual)"
             )
         _one_of("mode", self.mode, Mode)
+        _one_of("pause", self.pause, PauseMode)
         _one_of("device", self.device, Device)
         _one_of("constant_groups", self.constant_groups, ConstantGroups)
         _at_least("staleness", self.staleness, 0)

@@ -141,7 +141,9 @@ class TrainLoop:
 
     async def _update_weights(self, version: int) -> UpdateReport:
         try:
-            return await self._engine.update_weights(self._learner, version)
+            return await self._engine.update_weights(
+                self._learner, version, mode=self._config.pause, clear_cache=self._config.clear_cache
+            )
         except WeightUpdateError:
             self.tally.canary_failures += 1
             raise
