@@ -19,6 +19,8 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], p
     axes = figure.subplots(2, 2)
     (learning, length), (staleness, mismatch) = axes
     for axis in axes.flat:
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
         axis.xaxis.get_major_locator().set_params(integer=True)
     steps = [row["step"] for row in rows]
 
@@ -28,7 +30,7 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], p
     learning.set(title="Reward", xlabel="step")
     learning.legend(loc="lower right")
 
-    length.plot(steps, [row["length"] for row in rows], color="tab:green", label="sampled tokens, training batch")
+    length.plot(steps, [row["length"] for row in rows], label="sampled tokens of the training batch")
     _mark_evaluations(
         length, summary, ("eval_before_length", "eval_after_length"), steps, "held-out, temperature 1", "o"
     )
@@ -38,6 +40,7 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], p
     staleness.plot(steps, [row["staleness_max"] for row in rows], label="oldest token", drawstyle="steps-mid")
     staleness.plot(steps, [row["staleness_mean"] for row in rows], label="mean of trajectories")
     staleness.axhline(summary.get("staleness_bound", 0), color="grey", linestyle="--", label="bound")
+    staleness.yaxis.get_major_locator().set_params(integer=True)
     staleness.set(title="Staleness at consumption (versions)", xlabel="step")
     staleness.legend(loc="lower right")
 
@@ -46,7 +49,7 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], p
     if any(row["mismatch_max"] for row in rows):
         mismatch.set_yscale("log")
     mismatch.set(title="Backend mismatch on canary tokens (nats)", xlabel="step")
-    mismatch.legend(loc="upper right")
+    mismatch.legend(loc="center right")
 
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=110)
@@ -59,7 +62,8 @@ def _mark_evaluations(
     ends = (0, steps[-1] if steps else 0)
     points = [(x, summary[name]) for x, name in zip(ends, names, strict=True) if summary.get(name) is not None]
     if points:
-        axis.plot(*zip(*points, strict=True), linestyle=":", marker=marker, label=label)
+        values = " → ".join(f"{value:.2f}" for _, value in points)
+        axis.plot(*zip(*points, strict=True), linestyle="none", marker=marker, markersize=8, label=f"{label}: {values}")
 
 
 def _title(summary: Mapping[str, Any]) -> str:

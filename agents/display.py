@@ -98,8 +98,10 @@ class LiveDisplay:
         table = Table.grid(padding=(0, 2))
         for name, value in figures_of(row):
             table.add_row(Text(name, style="dim"), value, self._curve(name))
-        progress = ProgressBar(total=self._steps, completed=row.step, width=40)
-        return Group(Text(f"step {row.step}/{self._steps}  {row.wall_s:.0f} s"), progress, table)
+        head = Table.grid(padding=(0, 2))  # a bar of its own would not end its line
+        bar = ProgressBar(total=self._steps, completed=row.step, width=40)
+        head.add_row(f"step {row.step}/{self._steps}", bar, f"{row.wall_s:.0f} s")
+        return Group(head, table)
 
     def _curve(self, name: str) -> Text:
         curves = {"reward": [row.reward for row in self._rows], "length": [row.length for row in self._rows]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 from pathlib import Path
 
 from rich.console import Console
@@ -53,6 +54,9 @@ def test_on_a_terminal_the_same_figures_stand_in_a_table() -> None:
         display.step(ROW)
     shown = console.file.getvalue()
     assert "starting" in shown and all(figure in shown for figure in SHOWN)
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).splitlines()
+    assert any(line.startswith("step 3/10") and line.rstrip().endswith("4 s") for line in lines)
+    assert any(line.startswith("reward") for line in lines)
 
 
 def test_sparkline_spans_the_values() -> None:
