@@ -1,6 +1,6 @@
-"""The command line goes in, an exit status comes out: `rlenv train`, `rlenv demo`, `rlenv list`.
+"""The command line goes in, an exit status comes out: `rlenv train`, `rlenv demo`, `rlenv replay`, `rlenv list`.
 
-0 done · 1 the run failed · 2 what was typed cannot work · 130 Ctrl-C
+0 done · 1 the run failed, or a replay differs · 2 what was typed cannot work · 130 Ctrl-C
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from rich.console import Console
 
 import rlenv
 from rlenv.agents.config import TrainConfig, check_surroundings
@@ -20,6 +21,7 @@ from rlenv.agents.interrupt import Interrupted, leave_at_once, run_interruptible
 from rlenv.agents.parts import open_parts
 from rlenv.agents.run import Run, SavingLearner
 from rlenv.agents.terminal import Terminal, output_to
+from rlenv.agents.transcript import show_replay
 from rlenv.engine.base import Engine
 from rlenv.errors import ConfigError, EngineError
 
@@ -29,8 +31,8 @@ DEMO = TrainConfig("math-v0", steps=60, run_dir="runs/demo")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. What goes wrong is one line on standard error; a traceback is left to the run folder."""
     try:
-        tyro.extras.subcommand_cli_from_dict(
-            {"train": train, "demo": demo, "list": list_tasks},
+        status = tyro.extras.subcommand_cli_from_dict(
+            {"train": train, "demo": demo, "replay": replay, "list": list_tasks},
             prog="rlenv",
             description="Reinforcement learning of language models on one shared rollout engine.",
             args=arguments,
@@ -44,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         leave_at_once(end.status)
     except Exception as error:
         leave_at_once(_say(error, 1))
-    return 0
+    return status or 0
 
 
 def train(config: Annotated[TrainConfig, tyro.conf.arg(name="")]) -> None:
@@ -62,6 +64,17 @@ def train(config: Annotated[TrainConfig, tyro.conf.arg(name="")]) -> None:
 def demo(config: Annotated[TrainConfig, tyro.conf.arg(name="")] = DEMO) -> None:
     """Watch the default model learn sums, within minutes on two cores."""
     train(config)
+
+
+def replay(file: Annotated[str, tyro.conf.arg(name="", metavar="FILE")], index: int = 0, failures: bool = False) -> int:
+    """Show a recorded rollout, and grade it again by playing its actions once more.
+
+    Args:
+        file: A parquet file of trajectories, or the folder of a run made with --save-trajectories.
+        index: Which one, counted from 0.
+        failures: Count only those that failed.
+    """
+    return show_replay(file, index, failures=failures, console=Console())
 
 
 def list_tasks() -> None:

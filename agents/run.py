@@ -24,6 +24,7 @@ from rlenv.agents.tally import StepRow
 from rlenv.bound import EngineBoundEnv
 from rlenv.engine.base import Engine
 from rlenv.rollout import Agent, EnvPool, rollout_group
+from rlenv.trajectories import TrajectoryFolder
 from rlenv.types import Group, Sample
 
 
@@ -62,7 +63,10 @@ class Run:
     async def _train(self, engine: Engine, learner: Learner, report: Report) -> None:
         config = self.config
         agent = self._agent(config.temperature)
-        with self._rollouts(engine, agent, config.group_size, training(config.task)) as rollout:
+        with (
+            self._rollouts(engine, agent, config.group_size, training(config.task)) as sampled,
+            self._recorded(sampled, report) as rollout,
+        ):
 
             def on_step(row: StepRow) -> None:
                 report.step(row, loop.tally.summary())
@@ -89,6 +93,21 @@ class Run:
             f"held-out {when}: {sampled.accuracy:.3f} at temperature 1 (length {sampled.length:.1f}), "
             f"{greedy.accuracy:.3f} greedy, {sampled.problems} problems"
         )
+
+    @contextlib.contextmanager
+    def _recorded(self, rollout: Rollout, report: Report) -> Iterator[Rollout]:
+        """The same rollouts, of which each group is kept in the run folder, if that was asked for."""
+        if not self.config.save_trajectories:
+            yield rollout
+            return
+
+        async def roll(id: int, seed: int) -> Group:
+            group = await rollout(id, seed)
+            await asyncio.to_thread(kept.add, group)
+            return group
+
+        with contextlib.closing(TrajectoryFolder(report.folder.trajectories)) as kept:
+            yield roll
 
     def _agent(self, temperature: float) -> Agent:
         return self.make_agent(Sample(temperature=temperature, max_tokens=self.config.max_tokens))

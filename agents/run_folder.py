@@ -5,6 +5,7 @@
       metrics.jsonl   one line an optimizer step             flushed line by line
       summary.json    figures so far, and `status`           replaced whole after each step
       curves.png      reward, length, staleness, mismatch    replaced whole
+      trajectories/   rollouts in parquet, if asked for      each part renamed into place when complete
       model/          the trained model, for transformers    the learner renames it into place when complete
       error.txt       traceback of a run that failed
 
@@ -38,6 +39,10 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def trajectories(self) -> Path:
+        return self.path / "trajectories"
 
     @property
     def model(self) -> Path:

@@ -142,17 +142,18 @@ class EngineBoundEnv(gymnasium.Wrapper[str, Any, str, str]):
         raise ConfigError("a live engine cannot be pickled: send env.spec, and make the environment where it is to run")
 
     def _advance(self, text: str, answer: str | Completion) -> Step:
+        self._messages.append({"role": "assistant", "content": text})  # first: should the step raise, it is this answer
         observation, reward, terminated, truncated, info = self.env.step(text)
         over = bool(terminated or truncated)
-        self._append(text, answer, observation, over)
+        self._append(answer, observation, over)
         if not over and not self._fits():
             truncated, info = True, {**info, "truncated_by": "context"}
         return observation, float(reward), bool(terminated), bool(truncated), info
 
-    def _append(self, text: str, answer: str | Completion, observation: str, over: bool) -> None:
+    def _append(self, answer: str | Completion, observation: str, over: bool) -> None:
         """Grow the transcript; a finished one gets no further prompt, so it ends with what was sampled."""
         said: list[Message] = [] if over and not observation else [{"role": "user", "content": observation}]
-        self._messages += [{"role": "assistant", "content": text}, *said]
+        self._messages += said
         if not over:
             self._ids = self._renderer.extend(self._ids, answer, said)
         elif not isinstance(answer, str):

@@ -79,8 +79,9 @@ async def rollout(
     """Play the episode that `reset(seed=seed, options=options)` opens.
 
     With a `sample_seed`, each turn's `Sample` that has no seed gets one of its own, derived from it. The
-    trajectory's `info` is the environment's last, with `samples` (what was asked of the engine, turn by turn)
-    and `sample_seed`. A Failure's cause is "aborted", "abstained", "prompt_too_long", or the name of the
+    trajectory's `info` is the environment's last, with `samples` (what was asked of the engine, turn by turn),
+    `sample_seed`, `turn_rewards`, the named parts of all turns added up as `rewards`, and what makes the episode
+    again: `spec` and `options`. A Failure's cause is "aborted", "abstained", "prompt_too_long", or the name of the
     exception that the environment raised.
     """
     try:
@@ -127,43 +128,93 @@ async def rollout_group(
     )
 
 
+def add_parts(so_far: Mapping[str, float], info: Mapping[str, Any]) -> dict[str, float]:
+    """The named parts of rewards with those that a step's `info["rewards"]` adds, if it is what TextEnv puts there."""
+    parts = info.get("rewards")
+    if not isinstance(parts, Mapping) or not all(isinstance(part, int | float) for part in parts.values()):
+        return dict(so_far)
+    return {**so_far, **{str(name): so_far.get(str(name), 0.0) + part for name, part in parts.items()}}
+
+
 async def _play(
     env: EngineBoundEnv, agent: Agent, seed: int, sample_seed: int | None, options: dict[str, Any] | None
 ) -> Trajectory | Failure:
-    _, info = await _in_env(env, seed, env.areset(seed=seed, options=options))
+    played = _Played(env, seed, sample_seed, options)
+    _, info = await played.in_env(env.areset(seed=seed, options=options))
     row = _Row()
-    samples: list[Sample] = []
-    reward, turn, terminated, truncated = 0.0, 0, False, False
+    terminated, truncated = False, False
     while not (terminated or truncated):
-        action = agent.act(View(messages=env.messages, turn=turn, info=info))
+        action = agent.act(View(messages=env.messages, turn=len(played.rewards), info=info))
         if isinstance(action, Sample):
-            action = _seeded(action, sample_seed, turn)
-            samples.append(action)
+            action = _seeded(action, sample_seed, len(played.rewards))
+            played.samples.append(action)
         try:
-            _, earned, terminated, truncated, info = await _in_env(env, seed, env.astep(action))
+            _, reward, terminated, truncated, info = await played.in_env(env.astep(action))
         except AbortedError as error:
-            return Failure(_task(env), seed, "aborted", str(error))
+            return played.failure("aborted", str(error))
         if cause := _no_verdict(info):
-            return Failure(_task(env), seed, *cause)
+            return played.failure(*cause)
         if isinstance(completion := info.get("completion"), Completion):
             row.add(completion)
-        reward += earned
-        turn += 1
-    extra = {"samples": tuple(samples), "sample_seed": sample_seed}
+        played.earn(reward, info)
     return Trajectory(
-        task=_task(env),
+        task=played.task,
         seed=seed,
         token_ids=tuple(row.token_ids),
         loss_mask=tuple(row.loss_mask),
         logprobs=tuple(row.logprobs),
         spans=tuple(row.spans),
         messages=env.messages,
-        reward=reward,
+        reward=sum(played.rewards),
         terminated=terminated,
         truncated=truncated,
-        turns=turn,
-        info={**{key: value for key, value in info.items() if key != "completion"}, **extra},
+        turns=len(played.rewards),
+        info={**{key: value for key, value in info.items() if key != "completion"}, **played.info()},
     )
+
+
+@dataclass(slots=True)
+class _Played:
+    """What one episode was made from and has earned so far."""
+
+    env: EngineBoundEnv
+    seed: int
+    sample_seed: int | None
+    options: dict[str, Any] | None
+    samples: list[Sample] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def task(self) -> str:
+        return self.env.spec.id if self.env.spec else type(self.env.unwrapped).__name__
+
+    def earn(self, reward: float, info: Mapping[str, Any]) -> None:
+        self.rewards.append(reward)
+        self.parts = add_parts(self.parts, info)
+
+    def info(self) -> dict[str, Any]:
+        """What a trajectory's `info` tells beside the environment's own."""
+        return {
+            "rewards": dict(self.parts),
+            "turn_rewards": tuple(self.rewards),
+            "samples": tuple(self.samples),
+            "sample_seed": self.sample_seed,
+            "options": dict(self.options or {}),
+            "spec": self.env.spec,
+        }
+
+    def failure(self, cause: str, message: str) -> Failure:
+        return Failure(self.task, self.seed, cause, message, self.env.messages, self.info())
+
+    async def in_env(self, call: Awaitable[T]) -> T:
+        """Await a call into the environment; what is not its fault (engine, settings, cancelling) passes."""
+        try:
+            return await call
+        except (RlenvError, CancelledError):
+            raise
+        except Exception as error:
+            raise _EnvFault(self.failure(type(error).__name__, str(error))) from error
 
 
 @dataclass(slots=True)
@@ -209,20 +260,6 @@ class _EnvFault(Exception):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
         self.failure = failure
-
-
-async def _in_env(env: EngineBoundEnv, seed: int, call: Awaitable[T]) -> T:
-    """Await a call into the environment; what is no environment's fault (engine, settings, cancelling) passes."""
-    try:
-        return await call
-    except (RlenvError, CancelledError):
-        raise
-    except Exception as error:
-        raise _EnvFault(Failure(_task(env), seed, type(error).__name__, str(error))) from error
-
-
-def _task(env: EngineBoundEnv) -> str:
-    return env.spec.id if env.spec else type(env.unwrapped).__name__
 
 
 def _seeded(sample: Sample, sample_seed: int | None, turn: int) -> Sample:

@@ -131,12 +131,17 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A rollout that has no reward, and why: it is counted by `cause`, never trained on as a 0."""
+    """A rollout that has no reward, and why: it is counted by `cause`, never trained on as a 0.
+
+    `messages` is the transcript up to and with the answer on which it failed.
+    """
 
     task: str
     seed: int
     cause: str
     message: str
+    messages: tuple[Message, ...] = ()
+    info: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

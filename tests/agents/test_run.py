@@ -26,7 +26,9 @@ from rlenv.agents.run import Run
 from rlenv.agents.run_folder import read_metrics
 from rlenv.engine.scripted import ScriptedEngine
 from rlenv.errors import EngineDeadError, GroupError
+from rlenv.replay import replay
 from rlenv.spaces import Text
+from rlenv.trajectories import read_trajectories
 from rlenv.types import Failure, Group, Sample
 
 Start = Callable[..., ScriptedEngine]
@@ -166,3 +168,28 @@ def test_an_evaluation_counts_failures_apart_from_its_means() -> None:
 
     with pytest.raises(GroupError, match="timeout"):
         asyncio.run(evaluate(rollout, [1, 2]))
+
+
+@pytest.mark.parametrize("steps", [3, 1000])
+def test_a_run_keeps_its_rollouts_if_asked_and_they_can_be_read_however_it_ends(
+    solver: ScriptedEngine, tmp_path: Path, steps: int
+) -> None:
+    run = run_of(solver, FakeLearner(0.01), tmp_path / "run", steps=steps, eval_problems=0, save_trajectories=True)
+
+    async def body() -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(run(), 1.0)
+
+    asyncio.run(body())
+    summary = summary_in(tmp_path / "run")
+    groups = [*read_trajectories(tmp_path / "run")]
+    assert summary["status"] == ("done" if steps == 3 else "interrupted")
+    assert len(groups) >= 6 and {len(group.trajectories) for group in groups} == {4}
+    assert sum(len(group.trajectories) for group in groups) <= summary["rollouts"]
+    assert len({group.id for group in groups}) == len(groups)
+    assert replay(groups[0].trajectories[0]) == []
+
+
+def test_a_run_keeps_no_rollouts_unless_asked(solver: ScriptedEngine, tmp_path: Path) -> None:
+    asyncio.run(run_of(solver, FakeLearner(), tmp_path / "run", steps=1)())
+    assert not (tmp_path / "run" / "trajectories").exists()
