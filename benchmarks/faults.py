@@ -355,22 +355,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = AutoModelForCausalLM.from_pretrained(default_model(), dtype=torch.float32)
     with FaultyEngine(default_model(), device="cpu", max_model_len=256) as engine:
         caught = asyncio.run(_all(engine, model))
-    result = {"caught": [asdict(row) for row in caught], "total": len(caught), "smallest_error": smallest_errors(model),
+    smallest = smallest_errors(model)
+    result = {"caught": [asdict(row) for row in caught], "total": len(caught), "smallest_error": smallest,
               "hardware": hardware("cpu"), "versions": versions()}  # fmt: skip
     if arguments.out:
         Path(arguments.out).write_text(json.dumps(result, indent=2) + "\n")
-    print(table(caught))
-    print(f"{len(caught)} of {len(catalogue())} faults caught")
+    print(fault_table(caught))
+    print(f"\n{len(caught)} of {len(catalogue())} faults caught\n")
+    print(error_table(smallest))
     return 0
 
 
-def table(caught: Sequence[Caught]) -> str:
-    """The fault table, as Markdown."""
+def fault_table(caught: Sequence[Caught]) -> str:
+    """What became of each fault, as Markdown."""
     rows = ["| fault | caught as | withheld of in flight | old weights served on |", "|---|---|---|---|"]
-    rows += [
-        f"| {row.fault} | {row.message} | {row.withheld} of {row.in_flight} | {'yes' if row.served_on else 'no'} |"
-        for row in caught
-    ]
+    for row in caught:
+        message, served_on = row.message.replace("|", "\\|"), "yes" if row.served_on else "no"
+        rows.append(f"| {row.fault} | {message} | {row.withheld} of {row.in_flight} | {served_on} |")
+    return "\n".join(rows)
+
+
+def error_table(smallest: dict[str, dict[str, float]]) -> str:
+    """The least relative errors that are seen, as Markdown. "none" is an error as large as the weights, unseen."""
+    dtypes = list(smallest)
+    rows = [f"| seen by | {' | '.join(dtypes)} |", "|---|" + "---|" * len(dtypes)]
+    for kind in smallest[dtypes[0]]:
+        sizes = (f"{smallest[dtype][kind]:.1g}" if smallest[dtype][kind] <= 1 else "none" for dtype in dtypes)
+        seen_by = "fingerprint, any tensor" if kind == "fingerprint" else f"canaries, {kind}"
+        rows.append(f"| {seen_by} | {' | '.join(sizes)} |")
     return "\n".join(rows)
 
 
