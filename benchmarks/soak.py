@@ -42,7 +42,7 @@ class Soak:
     swapped: int = 0
     cycles_s: list[float] = field(default_factory=list)
     mismatches: list[float] = field(default_factory=list)
-    resident_mib: list[float] = field(default_factory=list)
+    resident_mib: list[dict[str, float]] = field(default_factory=list)
 
 
 async def soak(engine: VLLMEngine, model: Any, cycles: int) -> Soak:
@@ -77,7 +77,8 @@ async def _client(engine: VLLMEngine, number: int, seen: Soak, stop: asyncio.Eve
 
 def summarise(seen: Soak) -> dict[str, Any]:
     fifth = max(len(seen.resident_mib) // 5, 1)
-    early, late = statistics.median(seen.resident_mib[fifth : 2 * fifth]), statistics.median(seen.resident_mib[-fifth:])
+    early, late = _typical(seen.resident_mib[fifth : 2 * fifth]), _typical(seen.resident_mib[-fifth:])
+    growth = sum(late.values()) / sum(early.values()) - 1
     return {
         "cycles": len(seen.cycles_s),
         "requests": dict(seen.outcomes),
@@ -85,10 +86,8 @@ def summarise(seen: Soak) -> dict[str, Any]:
         "tokens": seen.tokens,
         "cycle_s": {"median": statistics.median(seen.cycles_s), "max": max(seen.cycles_s)},
         "mismatch_max": max(seen.mismatches),
-        "resident_mib": {"second_fifth": early, "last_fifth": late, "growth": late / early - 1},
-        "passed": set(seen.outcomes) == {"proven"}
-        and max(seen.cycles_s) <= CYCLE_LIMIT_S
-        and late / early - 1 <= GROWTH_LIMIT,
+        "resident_mib": {"second_fifth": early, "last_fifth": late, "growth": growth},
+        "passed": set(seen.outcomes) == {"proven"} and max(seen.cycles_s) <= CYCLE_LIMIT_S and growth <= GROWTH_LIMIT,
     }
 
 
@@ -113,12 +112,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if result["passed"] else 1
 
 
-def _resident_mib() -> float:
-    """Of this process and its descendants; memory that they share counts in each."""
+def _typical(samples: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(sample[name] for sample in samples) for name in samples[0]}
+
+
+def _resident_mib() -> dict[str, float]:
+    """By process: this one and its descendants; memory that they share counts in each."""
     import psutil
 
-    process = psutil.Process()
-    return sum(p.memory_info().rss for p in (process, *process.children(recursive=True))) / 2**20
+    family = (psutil.Process(), *psutil.Process().children(recursive=True))
+    return {f"{number} {process.name()}": process.memory_info().rss / 2**20 for number, process in enumerate(family)}
 
 
 if __name__ == "__main__":

@@ -53,6 +53,12 @@ class Swap:
         return self.new_ids == self.fresh_ids
 
     @property
+    def equal_tokens(self) -> int:
+        """How many tokens after the swap equal the fresh engine's, up to the first that does not."""
+        pairs = enumerate(zip(self.new_ids, self.fresh_ids, strict=True))
+        return next((i for i, (new, fresh) in pairs if new != fresh), len(self.new_ids))
+
+    @property
     def differs(self) -> bool:
         """Whether old weights would have continued otherwise, so that the swap can be seen at all."""
         return self.new_ids != self.unswapped_ids[len(self.old_ids) :]
@@ -135,6 +141,8 @@ def summarise(arguments: argparse.Namespace, swaps: Sequence[Swap], report: Upda
         "differ": sum(swap.differs for swap in swaps),
         "old_tokens": [len(swap.old_ids) for swap in swaps],
         "new_tokens": [len(swap.new_ids) for swap in swaps],
+        "equal_tokens": [swap.equal_tokens for swap in swaps],
+        "old_exact": sum(swap.old_ids == swap.unswapped_ids[: len(swap.old_ids)] for swap in swaps),
         "settings": {key: value for key, value in vars(arguments).items() if key != "out"},
         "update": asdict(report),
         "hardware": hardware(arguments.device),
