@@ -34,7 +34,7 @@ class TrainConfig:
     task: Annotated[str, tyro.conf.arg(metavar="TASK")]
     """Task id, as `rlenv list` prints it, or the id of any text environment registered with Gymnasium."""
     model: str | None = None
-    """Folder of a transformers model, or its name on the Hub. Left out, the default tiny model is built and cached."""
+    """Folder of a transformers model, or its name on the Hub. Left out, the tiny model that ships with rlenv."""
     steps: int = 200
     """Optimizer steps; each consumes one batch and ends in one weight update."""
     groups_per_step: int = 32
