@@ -72,11 +72,13 @@ def _is_name(node: Node) -> bool:
 
 
 def _names_agree(one: Node | None, other: Node | None) -> bool:
-    """N is n; f(x) and y both name a dependent value."""
+    """N is n; f(x) and y both name a dependent value; f(x) and g(x) are two."""
     if one is None or other is None or one == other:
         return True
     if isinstance(one, Sym) and isinstance(other, Sym):
-        return one.name.casefold() == other.name.casefold() or ")" in one.name + other.name
+        both_are_called = one.name.endswith(")") and other.name.endswith(")")
+        one_is_called = not both_are_called and ")" in one.name + other.name
+        return one.name.casefold() == other.name.casefold() or one_is_called
     return not isinstance(one, Seq) and not isinstance(other, Seq) and equal(one, other)
 
 

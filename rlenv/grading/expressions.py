@@ -65,9 +65,9 @@ class Expressions(ABC):
         if self.depth > MAX_DEPTH:
             raise Unreadable("it nests too deeply to be an answer")
         node = self.sum()
-        while self.next_is("set"):
+        while self.next_is("set") or self.next_is("op", "over", "choose"):
             op = self.take().text
-            node = App(op, (node, self.sum()))
+            node = App({"over": "div", "choose": "binom"}.get(op, op), (node, self.sum()))
         self.depth -= 1
         return node
 
@@ -88,7 +88,7 @@ class Expressions(ABC):
             if self.next_is("op", "*"):
                 self.take()
                 node = App("mul", (node, self.signed()))
-            elif self.next_is("op", "/", "over"):
+            elif self.next_is("op", "/"):
                 self.take()
                 node = App("div", (node, self.signed()))
             elif self.starts_factor():
@@ -174,8 +174,7 @@ class Expressions(ABC):
     def primary(self) -> Node:
         token = self.peek
         if token.kind == "word" and self.word_is_product():
-            self.take()
-            return App("mul", tuple(Sym(letter) for letter in token.text))
+            return self.product(token.text)
         self.take()
         match token:
             case Token("num", text):
@@ -198,6 +197,12 @@ class Expressions(ABC):
             case Token("op", "|") if not self.bars:
                 return self.absolute()
         raise Unreadable(f"{token.text!r} stands where a value should")
+
+    def product(self, letters: str) -> Node:
+        """`xy` is x·y, and of `xy^2` or `xy_1` the y alone has the exponent or index."""
+        last = Token("sym", letters[-1])
+        self.tokens = (*self.tokens[: self.at], last, *self.tokens[self.at + 1 :])
+        return App("mul", (*map(Sym, letters[:-1]), self.power()))
 
     def based(self, number: Num) -> Node:
         """`1011_2`: the base is part of how a number is written, so it is kept beside its digits."""

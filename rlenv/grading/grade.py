@@ -47,8 +47,11 @@ async def grade_math_async(response: str, answer: str, *, timeout_s: float = 5.0
 
 def check_reference(answer: str, *, timeout_s: float = 5.0) -> None:
     """Raise ConfigError if nothing can be graded against this reference. Call it when data is loaded."""
+    reference = plain_reference(answer)
+    if _INTEGER.fullmatch(reference):
+        return
     try:
-        problem = shared_pool().ask({"reference": plain_reference(answer)}, timeout_s).get("problem")
+        problem = shared_pool().ask({"reference": reference}, timeout_s).get("problem")
     except Gone as error:
         problem = str(error)
     if problem:

@@ -20,7 +20,7 @@ from rlenv.grading.parser import parse
 from rlenv.grading.scalars import symbols
 from rlenv.grading.verdict import Verdict
 
-_LETTER_UNIT = re.compile(r"\d\s*(?:\\[,;: ]\s*)?[a-zA-Z](?:\s*\^\s*\{?\d\}?)?\s*$")
+_LETTER_UNIT = re.compile(r"\d\s*(?:\\[,;: ]\s*)?[a-zA-Z](?:\s*\^\s*\{?\d\}?)?(?:\s*/\s*[a-zA-Z])?\s*$")
 _TIGHT_COMMA = re.compile(r"\d,\d{3}(?!\d)")
 _UPRIGHT = re.compile(r"\\(?:text\w*|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _PROSE = re.compile(r"[^\\{}^=+*/<>|%&#~\[\]]*")

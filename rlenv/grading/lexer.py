@@ -91,7 +91,7 @@ def _clean(text: str) -> str:
         text = _DOUBLED_BACKSLASH.sub(r"\\", text)
     text = _PRIME.sub("'", _DEGREE_SIGN.sub(r"\\degree ", _ORDINAL.sub("", text)))
     text = _BARE_FRACTION.sub(_brace_digits, _HALF_DAY.sub(r"\1m", text))
-    return _SPACE.sub(" ", text).strip().rstrip(".,;").rstrip()
+    return _SPACE.sub(" ", text).rstrip(" \n\t.,;\\").lstrip(" \n\t=")
 
 
 def _brace_digits(match: re.Match[str]) -> str:

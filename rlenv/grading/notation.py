@@ -35,7 +35,8 @@ ACCENTS = words("mathbb mathcal mathfrak vec hat tilde")
 # fmt: off
 COMMANDS: dict[str, tuple[Kind, str]] = {
     "cdot": ("op", "*"), "times": ("op", "*"), "ast": ("op", "*"), "div": ("op", "/"), "over": ("op", "over"),
-    "pm": ("op", "pm"), "mp": ("op", "mp"), "circ": ("op", "deg"), "degree": ("op", "deg"), "prime": ("op", "'"),
+    "choose": ("op", "choose"), "pm": ("op", "pm"), "mp": ("op", "mp"), "circ": ("op", "deg"), "degree": ("op", "deg"),
+    "prime": ("op", "'"),
     "%": ("op", "%"), "$": ("op", "money"), "lvert": ("op", "|"), "rvert": ("op", "|"), "vert": ("op", "|"),
     "mid": ("op", "|"), "lt": ("rel", "<"), "gt": ("rel", ">"), "le": ("rel", "<="), "leq": ("rel", "<="),
     "leqslant": ("rel", "<="), "ge": ("rel", ">="), "geq": ("rel", ">="), "geqslant": ("rel", ">="),
@@ -69,6 +70,6 @@ UNICODE = str.maketrans({
     "¾": r"\frac{3}{4}", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda ", "μ": r"\mu ",
     "φ": r"\phi ", "ω": r"\omega ", "σ": r"\sigma ", "ℝ": r"\mathbb{R}", "’": "'", "：": ":", "，": ",", "（": "(",
     "）": ")", "€": r"\$", "£": r"\$", "∖": r"\setminus ", "…": r"\ldots ", "％": "%", "\u00a0": " ",
-    "\u2009": " ", "\u202f": " ",
+    "\u2009": " ", "\u202f": " ", **dict.fromkeys("\u200b\u200c\u200d\u200e\u200f\u2060\u2061\u2062\ufeff", ""),
 })
 # fmt: on

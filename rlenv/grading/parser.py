@@ -11,7 +11,7 @@ from __future__ import annotations
 from rlenv.grading.expressions import END, Expressions
 from rlenv.grading.lexer import Token, Uncovered, Unreadable
 from rlenv.grading.nodes import Answer, App, Const, Matrix, Node, Seq, Statement, Sym
-from rlenv.grading.units import Unit, unit_of
+from rlenv.grading.units import UNITS, Unit, unit_of
 
 _INVERSE = (Token("open", "{"), Token("op", "-"), Token("num", "1"), Token("close", "}"))
 _MATRICES = ("matrix", "pmatrix", "bmatrix", "Bmatrix", "array", "smallmatrix")
@@ -79,7 +79,7 @@ class _Parser(Expressions):
     def unit(self) -> Unit | None:
         """`cm`, `cm^2`, `km/h`, `square metres`, `students`: words after a value."""
         words: list[str] = []
-        while self.next_is("word") or (self.next_is("sym") and (self.letters_are_units or self.peek.upright)):
+        while self.next_is("word") or (self.next_is("sym") and self.letter_is_unit(words)):
             words.append(self.take().text)
             if self.next_is("op", "^"):
                 self.take()
@@ -90,6 +90,11 @@ class _Parser(Expressions):
             elif self.next_is("op", "/"):
                 words.append(self.take().text)
         return unit_of(words)
+
+    def letter_is_unit(self, before: list[str]) -> bool:
+        """Metres where letters are units, where it stands in \\text, and behind the stroke of `km/h`."""
+        per = before[-1:] == ["/"] and self.peek.text in UNITS
+        return self.letters_are_units or self.peek.upright or per
 
     def bracketed(self, opening: str) -> Node:
         outer, self.bars = self.bars, int(opening == "set{")  # in braces, a | comes before conditions

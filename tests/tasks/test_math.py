@@ -3,10 +3,12 @@ r"""Answers and settings of the arithmetic tasks go in; rewards, splits and prob
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 import rlenv
+from rlenv.grading import Verdict
 from rlenv.tasks.math import boxed_integer, problems, split_of
 from rlenv.tasks.word_problems import rows
 
@@ -112,3 +114,32 @@ def test_the_word_problems_are_split_by_row() -> None:
     assert all(type(answer) is int and question.endswith(("?", ".")) for question, answer in rows("all"))
     with pytest.raises(rlenv.ConfigError, match="choose"):
         rlenv.make("word-problems-v0", split="test")
+
+
+@pytest.mark.parametrize(
+    ("form", "reward"),
+    [("\\boxed{{{0}}}", 1.0), ("\\boxed{{{0} apples}}", 1.0), ("\\boxed{{\\frac{{{0}0}}{{10}}}}", 1.0),
+     ("\\boxed{{{0}, 1}}", 0.0), ("\\boxed{{{0}5}}", 0.0), ("{0} or not", 0.0)],
+)  # fmt: skip
+def test_a_word_problem_is_graded_by_what_its_answer_means(form: str, reward: float) -> None:
+    env = rlenv.make("word-problems-v0")
+    env.reset(seed=1)
+    assert env.step(form.format(env.unwrapped.answer))[1] == reward
+
+
+def test_a_grader_that_cannot_judge_abstains(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "judging takes more memory than the cap allows"
+    monkeypatch.setattr("rlenv.tasks.word_problems.grade_math", lambda *given: Verdict(None, reason))
+    env = rlenv.make("word-problems-v0")
+    env.reset(seed=1)
+    _, reward, terminated, _, info = env.step("\\boxed{1}")
+    assert (reward, terminated, info["abstained"]) == (0.0, True, reason)
+
+
+def test_an_answer_that_nothing_can_be_graded_against_is_told_when_the_rows_are_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "?", "answer": "\\\\frac{1}{0}"}\n')
+    monkeypatch.setattr("rlenv.tasks.word_problems.ROWS", tmp_path / "rows.jsonl")
+    with pytest.raises(rlenv.ConfigError, match="cannot be graded against"):
+        rows.__wrapped__("all")
