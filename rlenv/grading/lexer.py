@@ -56,7 +56,7 @@ _NOISE = re.compile(
 _ORDINAL = re.compile(r"\^\s*\{\s*\\(?:text|mathrm)\s*\{(?:st|nd|rd|th)\}\s*\}|(?<=\d)(?:st|nd|rd|th)\b")
 _DEGREE_SIGN = re.compile(r"\^\s*(?:\{\s*\\(?:circ|degree)\s*\}|\\(?:circ|degree)(?![a-zA-Z]))")
 _PRIME = re.compile(r"\^\s*(?:\{\s*\\prime\s*\}|\\prime(?![a-zA-Z]))")
-_BARE_FRACTION = re.compile(r"(\\[dtc]?frac)\s*(\d)\s*(\d|\{)")
+_BARE_ARGUMENTS = re.compile(r"(\\(?:[dtc]?frac|[dt]?binom))\s*(\d)\s*(\d|\{)")
 _HALF_DAY = re.compile(r"\b([ap])\.\s?m\b\.?", re.IGNORECASE)
 _SPACE = re.compile(r"(?<!\\)\\(?:[,;:> ()\[\]]|(?:quad|qquad|thinspace|enspace|space)(?![a-zA-Z]))|~(?!=)|(?<!\\)\$")
 _DOUBLED_BACKSLASH = re.compile(r"\\\\(?=[a-zA-Z])")
@@ -90,7 +90,7 @@ def _clean(text: str) -> str:
     if "\\begin" not in text:  # there, a doubled backslash is a new row; elsewhere it is escaping gone wrong
         text = _DOUBLED_BACKSLASH.sub(r"\\", text)
     text = _PRIME.sub("'", _DEGREE_SIGN.sub(r"\\degree ", _ORDINAL.sub("", text)))
-    text = _BARE_FRACTION.sub(_brace_digits, _HALF_DAY.sub(r"\1m", text))
+    text = _BARE_ARGUMENTS.sub(_brace_digits, _HALF_DAY.sub(r"\1m", text))
     return _SPACE.sub(" ", text).rstrip(" \n\t.,;\\").lstrip(" \n\t=")
 
 
