@@ -49,6 +49,8 @@ async def soak(engine: VLLMEngine, model: Any, cycles: int) -> Soak:
     """Swap `cycles` times under `CONCURRENT` requests."""
     seen, stop = Soak(), asyncio.Event()
     sender = ModelSender(model, backend=engine.transport, dtype=engine.dtype)
+    # The key-value cache is resident once it is written to: zero it all, so that its use does not look like a leak.
+    await asyncio.wrap_future(engine.start(engine.rpc("rlenv_recover")))
     clients = [asyncio.create_task(_client(engine, i, seen, stop)) for i in range(CONCURRENT)]
     for _ in range(cycles):
         version = engine.weight_version + 1
