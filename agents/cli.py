@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -29,7 +30,11 @@ DEMO = TrainConfig("math-v0", steps=60, run_dir="runs/demo")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. What goes wrong is one line on standard error; a traceback is left to the run folder."""
+    """Run one command. What goes wrong is one line on standard error; a traceback is left to the run folder.
+
+    Modules beside which it is typed can be imported, as with `python -m`: they may hold tasks.
+    """
+    sys.path.insert(0, os.getcwd())
     try:
         status = tyro.extras.subcommand_cli_from_dict(
             {"train": train, "demo": demo, "replay": replay, "list": list_tasks},

@@ -58,7 +58,12 @@ def _made(recorded: Trajectory | Failure) -> gymnasium.Env[str, str]:
     spec = recorded.info.get("spec")
     if spec is None or portable_spec(spec) is None:
         raise ConfigError(f"{recorded.task!r} was made from what is no JSON: make it yourself, for rlenv.replay.replay")
-    return make(spec, step_timeout_s=STEP_LIMIT_S)
+    try:
+        return make(spec, step_timeout_s=STEP_LIMIT_S)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"cannot make {recorded.task!r} again: {error}; replay it where its module is found"
+        ) from error
 
 
 def _recorded(recorded: Trajectory | Failure) -> Outcome:

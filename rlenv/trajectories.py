@@ -17,6 +17,7 @@ import copy
 import itertools
 import json
 import os
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
@@ -120,12 +121,14 @@ def rollouts_of(group: Group) -> tuple[Trajectory | Failure, ...]:
 
 
 def portable_spec(spec: EnvSpec | None) -> str | None:
-    """A spec as JSON, a class in it named by its module; None when its arguments are no JSON."""
+    """A spec as JSON, a class in it named by its module (a script's, by its file); None when it has no such form."""
     if spec is None:
         return None
     written, point = copy.copy(spec), spec.entry_point
     if callable(point):
-        written.entry_point = f"{point.__module__}:{getattr(point, '__qualname__', '<unnamed>')}"
+        script = getattr(sys.modules["__main__"], "__file__", None) or "<no file>"
+        module = Path(script).stem if point.__module__ == "__main__" else point.__module__
+        written.entry_point = f"{module}:{getattr(point, '__qualname__', '<unnamed>')}"
     if "<" in str(written.entry_point):  # within a function: no import reaches it
         return None
     with contextlib.suppress(TypeError, ValueError, AttributeError):

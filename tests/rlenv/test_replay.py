@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from episodes import Abstaining, Echo, Raising, Sampler, play_group
+from gymnasium.envs.registration import EnvSpec
 
 import rlenv
 from rlenv.bound import EngineBoundEnv
@@ -112,6 +113,9 @@ def test_an_episode_whose_task_cannot_be_made_again_says_so(scripted: Scripted, 
     row = group_of(scripted, Reader, tmp_path).trajectories[0]
     with pytest.raises(rlenv.ConfigError, match="make it yourself"):
         replay(row)
+    gone = replace(row, info={**row.info, "spec": EnvSpec("mine/gone-v0", "no_such_module:Task")})
+    with pytest.raises(rlenv.ConfigError, match=r"no_such_module.*where its module is found"):
+        replay(gone)
     odd = group_of(scripted, Reader, tmp_path, options={"more": "?", "data": object()}).trajectories[0]
     with pytest.raises(rlenv.ConfigError, match="options"):
         replay(odd, Reader())
