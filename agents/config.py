@@ -53,7 +53,7 @@ class TrainConfig:
     """What becomes of rollouts in flight when weights are swapped: keep them, wait for them, or abort them."""
     clear_cache: bool = True
     """Recompute at a swap, under the new weights, the keys and values of rollouts that are kept."""
-    lr: float = 2e-4
+    lr: float = 5e-5
     """Learning rate of AdamW."""
     temperature: float = 1.0
     """Sampling temperature of training rollouts."""
