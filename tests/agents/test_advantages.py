@@ -50,3 +50,11 @@ def test_failures_are_counted_by_cause_and_stay_out_of_the_baseline() -> None:
 def test_a_reward_that_is_no_number_is_refused(reward: float) -> None:
     with pytest.raises(ValueError, match="'toy', seed 0: the reward is"):
         score([rewarded(0.0, reward)])
+
+
+def test_groups_of_one_prompt_are_told_apart_whatever_their_order() -> None:
+    easy, hard, broken = rewarded(1, 1, 0), rewarded(0, 0, 1), rewarded(1, 0, failures=1)
+    for order in ([easy, hard, broken], [broken, hard, easy], [hard, easy, broken]):
+        scored = score(order)
+        alone = [score([group]).advantages for group in order]
+        assert scored.advantages == sum(alone, ())
