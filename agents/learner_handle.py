@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 from rlenv.agents.learner_types import LearnerConfig, StepMetrics
 from rlenv.agents.packing import Batch
 from rlenv.engine.base import Manifest, WeightSyncClient
+from rlenv.engine.threads import in_thread
 from rlenv.errors import ConfigError, LearnerError
-
-T = TypeVar("T")
 
 CLIENT_METHODS = frozenset(
     ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
@@ -80,7 +77,7 @@ class LearnerHandle:
 
     async def ready(self) -> None:
         """Wait until the model is loaded; whatever is asked sooner waits for it, too."""
-        await _in_thread(self._call, "ready")
+        await in_thread(self._call, "ready")
 
     def check(self) -> None:
         """Raise LearnerError if the process has ended: nobody need wait for data to give it."""
@@ -89,13 +86,13 @@ class LearnerHandle:
 
     async def step(self, batch: Batch) -> StepMetrics:
         """One update of the policy: its version grows by one. A cancelled wait leaves the update going on."""
-        metrics: StepMetrics = await _in_thread(self._call, "step", batch)
+        metrics: StepMetrics = await in_thread(self._call, "step", batch)
         self.version = metrics.version
         return metrics
 
     async def save(self, folder: Path) -> None:
         """Write model and tokenizer, loadable by transformers; the folder appears whole or not at all."""
-        await _in_thread(self._call, "save", str(folder))
+        await in_thread(self._call, "save", str(folder))
 
     def send(self, client: WeightSyncClient) -> Manifest:
         """Let the learner's process send its weights; it reaches `client` through this one.
@@ -172,23 +169,6 @@ class LearnerHandle:
     def _log_tail(self) -> str:
         size = os.fstat(self._log.fileno()).st_size
         return os.pread(self._log.fileno(), LOG_TAIL, max(0, size - LOG_TAIL)).decode(errors="replace")
-
-
-async def _in_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Await a blocking call in a daemon thread, which, unlike a pool's, holds up neither others nor the exit."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            result = function(*arguments)
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    future.set_running_or_notify_cancel()
-    threading.Thread(target=run, daemon=True).start()
-    return await asyncio.wrap_future(future)
 
 
 def _relay(

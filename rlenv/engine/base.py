@@ -61,6 +61,7 @@ class UpdateReport:
     mismatch_mean: float
     mismatch_max: float
     tensors: int
+    refuted: int = 0  # attempts at this update that failed their proof before
 
     @property
     def stall_s(self) -> float:
@@ -114,6 +115,13 @@ class Engine(Protocol):
 
     async def proven(self, labels: Iterable[str]) -> None:
         """Wait until each of these labels is proven; raises WeightUpdateError if one was refuted."""
+
+    async def restart(self, sender: WeightSender, version: int | None = None) -> UpdateReport:
+        """Start anew after a death, with the weights of `version` (or of the last one) brought back and proven.
+
+        From a death on, calls that wait and later ones raise EngineDeadError; a restart does not bring requests back.
+        A label whose proof a death cut short stays unproven: `proven` raises EngineDeadError for it.
+        """
 
     def close(self) -> None:
         """End the engine and its processes. Closing twice is closing once."""

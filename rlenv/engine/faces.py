@@ -12,20 +12,22 @@ import threading
 import weakref
 from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from rlenv.engine.base import PauseMode, UpdateReport, WeightSender
-from rlenv.errors import ConfigError, EngineError
+from rlenv.errors import ConfigError, EngineDeadError, EngineError
 from rlenv.types import Completion, Sample
 
 T = TypeVar("T")
 
 
 class EngineFaces:
-    """Sync and async faces over one event-loop thread; `in_flight` and its peak; an orderly end.
+    """Sync and async faces over one event-loop thread; `in_flight` and its peak; death, a new life, an orderly end.
 
-    After `close`, and at interpreter exit, calls that still wait fail with an EngineError that names the engine.
+    After `close`, and at interpreter exit, calls that still wait fail with an EngineError that names the engine; after
+    `die` with an EngineDeadError, as do later ones, until a `restart`.
     """
 
     def __init__(self, model: str, max_model_len: int) -> None:
@@ -34,6 +36,8 @@ class EngineFaces:
         self.peak_in_flight = 0
         self._live: set[object] = set()
         self._closed = False
+        self._life = _Life()
+        self._restarting = asyncio.Lock()
         self._gate = threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"rlenv engine {model}", daemon=True)
@@ -111,19 +115,41 @@ class EngineFaces:
         """Wait until each of these labels is proven; raises WeightUpdateError if one was refuted."""
         await asyncio.wrap_future(self.start(self._proven(frozenset(labels))))
 
+    async def restart(self, sender: WeightSender, version: int | None = None) -> UpdateReport:
+        """End what is left of the engine and start it anew, with the weights of `version` brought back and proven.
+
+        Left out, `version` is the one that served last. Requests from before are lost: they fail. Raises EngineError
+        if the engine does not start and whatever `update_weights` raises; it serves nothing then.
+        """
+        return await asyncio.wrap_future(self._start_restart(sender, version))
+
+    def restart_sync(self, sender: WeightSender, version: int | None = None) -> UpdateReport:
+        """`restart`, waited for."""
+        return _wait(self._start_restart(sender, version))
+
     def start(self, coroutine: Coroutine[Any, Any, T], *, live: object | None = None) -> Future[T]:
         """Run `coroutine` on the engine's loop; returns at once. Cancelling the future cancels the coroutine.
 
-        `live` is counted in `in_flight`. Raises EngineError on a closed engine.
+        `live` is counted in `in_flight`. Raises EngineError on a closed engine, EngineDeadError on a dead one.
         """
         with self._gate:
-            if self._closed:
+            if self._closed or self._life.death is not None:
                 coroutine.close()
-                raise self._closed_error()
+                raise self._closed_error() if self._closed else EngineDeadError(self._life.death)
             if live is not None:
                 self._live.add(live)
                 self.peak_in_flight = max(self.peak_in_flight, len(self._live))
-            return asyncio.run_coroutine_threadsafe(self._named(coroutine), self._loop)
+            return asyncio.run_coroutine_threadsafe(self._named(coroutine, self._life), self._loop)
+
+    def die(self, how: str = "died") -> None:
+        """Fail every call that waits, and later ones at once, until a restart. To be called on the engine's loop."""
+        with self._gate:
+            if self._life.death is not None:
+                return
+            self._life.death = f"engine {self.model!r} {how}; {len(self._live)} requests were pending"
+        for call in self._life.calls:
+            call.cancel()
+        self._died(EngineDeadError(self._life.death))
 
     def close(self) -> None:
         """End the engine. Closing twice is closing once; calls that still wait fail with an EngineError."""
@@ -156,16 +182,52 @@ class EngineFaces:
     ) -> Completion:
         try:
             return await self._generate(prompt, sample, request_id)
+        except Exception:
+            self._notice_death()  # while this request still counts as pending
+            raise
         finally:
             self._live.discard(token)  # before the future wakes its waiter, who may look at `in_flight`
 
-    async def _named(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    async def _named(self, coroutine: Coroutine[Any, Any, T], life: _Life) -> T:
+        """What `coroutine` returns or raises, unless the engine's end is the reason."""
+        call = asyncio.current_task()
+        assert call is not None
+        life.calls.add(call)
         try:
+            if life.death is not None:
+                coroutine.close()
+                raise asyncio.CancelledError
             return await coroutine
-        except asyncio.CancelledError:
-            if self._closed:
+        except (Exception, asyncio.CancelledError) as error:
+            if self._closed and isinstance(error, asyncio.CancelledError):
                 raise self._closed_error() from None
+            if life is self._life:
+                self._notice_death()
+            if life.death is not None:
+                raise EngineDeadError(life.death) from None
             raise
+        finally:
+            life.calls.remove(call)
+
+    def _notice_death(self) -> None:
+        if not self._closed and self._is_dead():
+            self.die()
+
+    def _start_restart(self, sender: WeightSender, version: int | None) -> Future[UpdateReport]:
+        with self._gate:
+            if self._closed:
+                raise self._closed_error()
+            return asyncio.run_coroutine_threadsafe(self._named(self._restart(sender, version), _Life()), self._loop)
+
+    async def _restart(self, sender: WeightSender, version: int | None) -> UpdateReport:
+        async with self._restarting:
+            self.die("was restarted")
+            await asyncio.gather(*self._life.calls, return_exceptions=True)  # they may be cleaning up
+            await self._start_again()
+            with self._gate:
+                self._life = _Life()
+            update = self._update_weights(sender, self.weight_version if version is None else version, "keep", True)
+            return await asyncio.wrap_future(self.start(update))
 
     async def _end(self) -> None:
         try:
@@ -187,6 +249,11 @@ class EngineFaces:
 
     def _closed_error(self) -> EngineError:
         return EngineError(f"engine {self.model!r} is closed")
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the weights that serve now."""
+        raise NotImplementedError
 
     async def _generate(self, prompt: tuple[int, ...], sample: Sample, request_id: str | None) -> Completion:
         """Sample one completion; cancelled, it leaves nothing behind in the engine."""
@@ -212,9 +279,29 @@ class EngineFaces:
     async def _proven(self, labels: frozenset[str]) -> None:
         raise NotImplementedError
 
+    def _is_dead(self) -> bool:
+        """Whether what the engine runs on has ended by itself."""
+        raise NotImplementedError
+
+    def _died(self, error: EngineDeadError) -> None:
+        """Let go of what still waits for the engine, and of what can never be proven."""
+        raise NotImplementedError
+
+    async def _start_again(self) -> None:
+        """A new engine, which serves no request before its weights are updated."""
+        raise NotImplementedError
+
     async def _close(self) -> None:
         """Release what the engine holds; runs once, before the calls that still wait are failed."""
         raise NotImplementedError
+
+
+@dataclass(eq=False, slots=True)
+class _Life:
+    """The time from a start of the engine to its death: the calls that wait in it, and the message of its death."""
+
+    calls: set[asyncio.Task[Any]] = field(default_factory=set)
+    death: str | None = None
 
 
 class _CloseAtExit:

@@ -16,7 +16,7 @@ from typing import Any
 
 from rlenv.engine.base import Manifest, PauseMode, UpdateReport, WeightSender
 from rlenv.engine.faces import EngineFaces
-from rlenv.errors import ConfigError, WeightUpdateError
+from rlenv.errors import ConfigError, EngineDeadError, WeightUpdateError
 from rlenv.render import Renderer
 from rlenv.types import Completion, FinishReason, Sample, VersionSpan, version_of
 
@@ -58,6 +58,8 @@ class ScriptedEngine(EngineFaces):
         self._numbers = itertools.count()
         self._label = "0"
         self._verdicts = {"0": True}  # label → whether its proof held
+        self._lost: set[str] = set()  # labels whose proof a death cut short
+        self._fresh = True  # whether requests are served: not between a restart and its update
         self._paused: PauseMode | None = None
         self._updating = asyncio.Lock()
         self._change = asyncio.Event()
@@ -72,7 +74,13 @@ class ScriptedEngine(EngineFaces):
         """The version of the weights that serve now."""
         return version_of(self._label)
 
+    def kill(self) -> None:
+        """Act as if the engine's process had died just now."""
+        self._loop.call_soon_threadsafe(self.die)
+
     async def _generate(self, prompt: tuple[int, ...], sample: Sample, request_id: str | None) -> Completion:
+        if not self._fresh:
+            raise EngineDeadError(f"engine {self.model!r} was restarted and has no weights yet")
         task = asyncio.current_task()
         assert task is not None
         request = _Request(request_id or f"{self.model}-{next(self._numbers)}", task)
@@ -164,9 +172,10 @@ class ScriptedEngine(EngineFaces):
         self, sender: WeightSender, version: int, mode: PauseMode, clear_cache: bool
     ) -> UpdateReport:
         async with self._updating:
-            for _ in range(ATTEMPTS):
-                report = await self._attempt(sender, version, mode, clear_cache)
+            for refuted in range(ATTEMPTS):
+                report = await self._attempt(sender, version, mode, clear_cache, refuted)
                 if self._verdicts[report.label]:
+                    self._fresh = True
                     return report
         raise WeightUpdateError(
             f"engine {self.model!r} does not serve version {version}: the proof of {report.label!r} failed",
@@ -175,7 +184,9 @@ class ScriptedEngine(EngineFaces):
             size=0.0,
         )
 
-    async def _attempt(self, sender: WeightSender, version: int, mode: PauseMode, clear_cache: bool) -> UpdateReport:
+    async def _attempt(
+        self, sender: WeightSender, version: int, mode: PauseMode, clear_cache: bool, refuted: int
+    ) -> UpdateReport:
         label = self._next_label(version)
         in_flight = self.in_flight
         times = [time.perf_counter()]
@@ -205,11 +216,12 @@ class ScriptedEngine(EngineFaces):
             mismatch_mean=0.0,
             mismatch_max=0.0,
             tensors=len(manifest),
+            refuted=refuted,
         )
 
     def _next_label(self, version: int) -> str:
         labels = itertools.chain([str(version)], (f"{version}#{attempt}" for attempt in itertools.count(2)))
-        return next(label for label in labels if label not in self._verdicts)
+        return next(label for label in labels if label not in self._verdicts.keys() | self._lost)
 
     def _switch(self, label: str, *, stale: bool) -> None:
         self._label = label
@@ -218,8 +230,10 @@ class ScriptedEngine(EngineFaces):
 
     async def _proven(self, labels: frozenset[str]) -> None:
         for label in labels:
-            while label not in self._verdicts:
+            while label not in self._verdicts.keys() | self._lost:
                 await self._change.wait()
+            if label in self._lost:
+                raise EngineDeadError(f"engine {self.model!r} died before the weights {label!r} were proven")
             if not self._verdicts[label]:
                 raise WeightUpdateError(
                     f"engine {self.model!r} served weights {label!r} that were refuted",
@@ -227,6 +241,17 @@ class ScriptedEngine(EngineFaces):
                     what="scripted proof",
                     size=0.0,
                 )
+
+    def _is_dead(self) -> bool:
+        return False
+
+    def _died(self, error: EngineDeadError) -> None:
+        if self._label not in self._verdicts:
+            self._lost.add(self._label)
+
+    async def _start_again(self) -> None:
+        self._paused = None
+        self._fresh = False
 
     async def _close(self) -> None:
         self._announce()

@@ -9,18 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import importlib.metadata
 import itertools
-import multiprocessing
 import os
-import sys
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rlenv.engine.base import PauseMode, UpdateReport, WeightSender
 from rlenv.engine.faces import EngineFaces
+from rlenv.engine.process import VLLMProcesses, VLLMStart, check_plugin
+from rlenv.engine.threads import in_thread
 from rlenv.engine.transfer.plugin import IPC, SHARED_MEMORY
 from rlenv.engine.transfer.proof import CanaryResult, WeightRows, canary_prompt
 from rlenv.engine.transfer.update import WeightUpdater
@@ -29,16 +26,8 @@ from rlenv.errors import ConfigError, EngineDeadError, EngineError
 from rlenv.render import Renderer, text_of
 from rlenv.types import Completion, FinishReason, Sample, VersionSpan
 
-# A launcher's variables would make vLLM's children join the learner's process group.
-_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 MIN_BATCHED_TOKENS = 8192  # of one engine step; vLLM's own default for a CPU, 2048, is a third slower
-SHUTDOWN_S = 20.0  # a worker takes some seconds to unload torch
-_DEFAULTS = {
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork after torch has run can hang
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-}
+DEATH_CHECK_S = 0.2
 
 
 class VLLMEngine(EngineFaces):
@@ -68,19 +57,20 @@ class VLLMEngine(EngineFaces):
         self.transport = SHARED_MEMORY if self.device == "cpu" else IPC
         if batch_invariant and self.device == "cpu":
             raise ConfigError("batch_invariant needs a GPU of compute capability 9.0: leave it out on a CPU")
-        _check_plugin()
+        check_plugin()
         super().__init__(folder, max_model_len or _context_of(folder))
         self._ids = itertools.count()
         self._kept = False  # whether a pause holds requests in mid-generation
         self._running: dict[str, str] = {}  # vLLM's request id → the caller's
-        self._llm: Any = None
+        self._processes: VLLMProcesses | None = None
+        self._starting: VLLMStart | None = None
         arguments = {
             "model": folder,
             "dtype": self.dtype,
             "max_model_len": self.max_model_len,
             "max_num_seqs": max_num_seqs,
             "seed": seed,
-            "enforce_eager": self.device == "cpu",
+            "enforce_eager": self.device == "cpu" or batch_invariant,  # compiled layers are not batch-invariant
             "logprobs_mode": "processed_logprobs",
             "worker_extension_cls": self.worker_extension,
             "disable_log_stats": True,
@@ -93,9 +83,10 @@ class VLLMEngine(EngineFaces):
             arguments["max_num_batched_tokens"] = max(MIN_BATCHED_TOKENS, self.max_model_len)
         else:
             arguments["gpu_memory_utilization"] = gpu_memory_utilization
-        environment = {"VLLM_BATCH_INVARIANT": "1"} if batch_invariant else {}
+        self._arguments = arguments
+        self._environment = {"VLLM_BATCH_INVARIANT": "1"} if batch_invariant else {}
         try:
-            self.start(self._open(arguments, environment)).result()
+            self.start(self._open()).result()
         except BaseException:
             self.close()
             raise
@@ -110,18 +101,29 @@ class VLLMEngine(EngineFaces):
         """The version of the weights that serve now."""
         return self._updater.version
 
-    async def _open(self, arguments: dict[str, Any], environment: dict[str, str]) -> None:
-        # A thread of its own, so that `close` can end a start that hangs.
-        opened = await asyncio.to_thread(_start_vllm, arguments, self.transport, environment)
-        self._llm = opened
-        await opened.update_weight_version("0")
-        self._vocabulary = opened.model_config.get_vocab_size()
-        self._block = opened.vllm_config.cache_config.block_size
+    async def _open(self) -> None:
+        self._updater = WeightUpdater(self)
+        self._updater.started(await self._begin())
+        self._vocabulary = self._llm.model_config.get_vocab_size()
+        self._block = self._llm.vllm_config.cache_config.block_size
         self._end_ids = _end_ids(self.model)
+
+    async def _begin(self) -> list[WeightRows]:
+        """Start vLLM's processes and look after them; returns what its worker holds."""
+        self._starting = VLLMStart(self._arguments, self.transport, self._environment)
+        self._processes = await in_thread(self._starting.run)
+        self._starting = None
+        self._watcher = asyncio.create_task(self._watch(self._processes))
+        await self.set_label("0")
         workers = await self.worker_weights()
         if len(workers) != 1:
             raise EngineError(f"{len(workers)} workers hold the weights in shards: the proof covers one worker")
-        self._updater = WeightUpdater(self, workers)
+        return workers
+
+    @property
+    def _llm(self) -> Any:
+        assert self._processes is not None
+        return self._processes.llm
 
     def progress(self) -> dict[str, int]:
         """How many ids each request in flight has sampled so far, by the caller's request id."""
@@ -159,15 +161,10 @@ class VLLMEngine(EngineFaces):
 
     async def _run(self, prompt: tuple[int, ...], parameters: Any, internal: str, label: str) -> Any:
         """The final output of one vLLM request; the label salts the prefix cache, so no older block is met."""
-        from vllm.v1.engine.exceptions import EngineDeadError as VLLMEngineDeadError
-
         output = None
-        try:
-            inputs = {"prompt_token_ids": list(prompt), "cache_salt": self.salt(label)}
-            async for latest in self._llm.generate(inputs, parameters, internal):
-                output = latest
-        except VLLMEngineDeadError as error:
-            raise EngineDeadError(f"engine {self.model!r} died; {len(self._running)} requests were pending") from error
+        inputs = {"prompt_token_ids": list(prompt), "cache_salt": self.salt(label)}
+        async for latest in self._llm.generate(inputs, parameters, internal):
+            output = latest
         assert output is not None and output.finished
         return output
 
@@ -288,77 +285,40 @@ class VLLMEngine(EngineFaces):
             _sampled("cached-prefix", prompt, after),
         ]
 
+    # ------------------------------------------------------------------ life cycle
+
+    async def _watch(self, processes: VLLMProcesses) -> None:
+        while not processes.is_dead:  # noqa: ASYNC110 - vLLM tells no one
+            await asyncio.sleep(DEATH_CHECK_S)
+        processes.fail_calls()
+        if processes is self._processes:
+            self.die()
+
+    def _is_dead(self) -> bool:
+        return self._processes is not None and self._processes.is_dead
+
+    def _died(self, error: EngineDeadError) -> None:
+        if self._processes is not None:
+            self._processes.fail_calls()
+        self._updater.ledger.lose(error)
+
+    async def _start_again(self) -> None:
+        if self._processes is not None:
+            await in_thread(self._processes.end)
+            self._processes = None
+        self._kept = False
+        self._updater.restarted(await self._begin())
+
     async def _close(self) -> None:
-        if self._llm is None:
-            for child in multiprocessing.active_children():
-                if child.name.startswith("EngineCore"):
-                    child.terminate()
-            return
-        self._llm.shutdown(timeout=SHUTDOWN_S)
-        self._llm.shutdown = _nothing  # its finaliser calls it again at interpreter exit, when half of vLLM is gone
+        if self._starting is not None:
+            self._starting.give_up()
+        if self._processes is not None:
+            self._processes.end()
 
 
 def _sampled(kind: str, prompt: tuple[int, ...], output: Any) -> CanaryResult:
     result = output.outputs[0]
     return CanaryResult(kind, prompt + tuple(result.token_ids), tuple(result.logprobs.logprobs))
-
-
-def _start_vllm(arguments: dict[str, Any], transport: str, environment: dict[str, str]) -> Any:
-    for name, value in _DEFAULTS.items():
-        os.environ.setdefault(name, value)
-    with _children_environment(environment), _without_main(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from vllm import AsyncEngineArgs
-        from vllm.config import WeightTransferConfig
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        try:
-            return AsyncLLM.from_engine_args(
-                AsyncEngineArgs(**arguments, weight_transfer_config=WeightTransferConfig(backend=transport))
-            )
-        except Exception as error:
-            raise EngineError(f"vLLM did not start for {arguments['model']!r}: {error}") from error
-
-
-@contextlib.contextmanager
-def _children_environment(extra: dict[str, str]) -> Iterator[None]:
-    """What vLLM's processes inherit: no launcher's variables, no warnings of libraries about one another."""
-    saved = dict(os.environ)
-    for name in _LAUNCHER:
-        os.environ.pop(name, None)
-    os.environ.update(extra, PYTHONWARNINGS="ignore", TORCH_CPP_LOG_LEVEL="ERROR")
-    try:
-        yield
-    finally:
-        for name in {*_LAUNCHER, *extra, "PYTHONWARNINGS", "TORCH_CPP_LOG_LEVEL"}:
-            if name in saved:
-                os.environ[name] = saved[name]
-            else:
-                os.environ.pop(name, None)
-
-
-@contextlib.contextmanager
-def _without_main() -> Iterator[None]:
-    """Keep spawned children from running the user's script again, which need not have a `__main__` guard."""
-    main = sys.modules["__main__"]
-    saved = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
-    main.__spec__ = None
-    if "__file__" in saved:
-        del main.__file__
-    try:
-        yield
-    finally:
-        for name, value in saved.items():
-            setattr(main, name, value)
-
-
-def _check_plugin() -> None:
-    names = {point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")}
-    if "rlenv" not in names:
-        raise EngineError("vLLM cannot find rlenv's plug-in: install the package (pip install -e .) first")
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and "rlenv" not in allowed.split(","):
-        raise EngineError(f"VLLM_PLUGINS={allowed!r} keeps rlenv's plug-in out: add 'rlenv' to it")
 
 
 def _model_folder(model: str | os.PathLike[str]) -> str:
@@ -410,7 +370,3 @@ def _finish_reason(reason: str) -> FinishReason:
     if reason in ("stop", "length", "abort"):
         return reason  # type: ignore[return-value]
     raise EngineError(f"vLLM ended a request with {reason!r}")
-
-
-def _nothing(timeout: float | None = None) -> None:
-    """Stands in for a shutdown that has happened."""

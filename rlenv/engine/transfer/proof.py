@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlenv.engine.base import Manifest, TensorDigest
-from rlenv.errors import WeightUpdateError
+from rlenv.errors import EngineDeadError, EngineError, WeightUpdateError
 
 # The largest |Δ log-prob| that numerics alone explain. In fp32, engine and learner differ by a few 1e-6. In half
 # precision single tokens differ by up to 0.6 nats, so there the mean is judged; fingerprints see what it cannot.
@@ -57,14 +57,22 @@ class Ledger:
     def prove(self, label: str) -> None:
         self._verdicts[label].set_result(None)
 
-    def refute(self, label: str, error: WeightUpdateError) -> None:
+    def lose(self, error: EngineDeadError) -> None:
+        """The engine died: what is open can never be proven."""
+        for label in self._verdicts:
+            self.refute(label, error)
+
+    def refute(self, label: str, error: EngineError) -> None:
         verdict = self._verdicts[label]
         if not verdict.done():
             verdict.set_exception(error)
             verdict.exception()  # nobody may be waiting; that is no reason to warn
 
     async def wait(self, labels: Iterable[str]) -> None:
-        """Return once each label is proven; raises WeightUpdateError if one is refuted or was never announced."""
+        """Return once each label is proven.
+
+        Raises WeightUpdateError if one is refuted or was never announced, EngineDeadError if its proof was cut short.
+        """
         for label in sorted(labels):
             if label not in self._verdicts:
                 raise WeightUpdateError(

@@ -12,16 +12,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from rlenv.engine.base import Manifest, PauseMode, UpdateReport, WeightSender
+from rlenv.engine.threads import in_thread
 from rlenv.engine.transfer.proof import CanaryResult, Ledger, Mismatch, WeightRows, check_canaries, check_fingerprints
-from rlenv.errors import ConfigError, EngineError, WeightUpdateError
+from rlenv.errors import ConfigError, EngineDeadError, EngineError, WeightUpdateError
 
 T = TypeVar("T")
 
 TRANSFER_DEADLINE_S = 120.0
+PROOF_DEADLINE_S = 120.0
+ANSWER_DEADLINE_S = 10.0  # for an engine to let its requests go on; one that cannot is as good as dead
 
 
 class Control(Protocol):
@@ -39,14 +43,15 @@ class Control(Protocol):
     async def served_label(self) -> str: ...
     async def worker_weights(self) -> list[WeightRows]: ...
     async def canaries(self) -> list[CanaryResult]: ...
+    def die(self, how: str) -> None: ...
 
 
 class WeightUpdater:
     """Carries out updates one at a time and keeps the ledger of proven labels."""
 
-    def __init__(self, control: Control, workers: Sequence[WeightRows]) -> None:
+    def __init__(self, control: Control) -> None:
         self._control = control
-        self._held = workers[0]
+        self._held: WeightRows = {}
         self._lock = asyncio.Lock()
         self.label = "0"
         self.version = 0
@@ -55,7 +60,7 @@ class WeightUpdater:
         self.cleared: dict[str, bool] = {
             self.label: True
         }  # label → whether the swap to it dropped older keys and values
-        self.condemned: WeightUpdateError | None = None
+        self.condemned: EngineError | None = None  # why no request is served
         self._refuted = False  # whether the weights that serve were refuted
 
     async def update(self, sender: WeightSender, version: int, mode: PauseMode, clear_cache: bool) -> UpdateReport:
@@ -70,7 +75,7 @@ class WeightUpdater:
                 raise ConfigError(f"weight version {version} is older than {self.version}, which serves now")
             first = self._attempt(version, mode, clear_cache)
             try:
-                return await self._carry_out(first, sender)
+                return await self._carry_out(first, sender, refuted=0)
             except WeightUpdateError as error:
                 self.ledger.refute(first.label, error)
                 if not first.touched:
@@ -78,13 +83,23 @@ class WeightUpdater:
             self._refuted = True
             second = self._attempt(version, mode, clear_cache=True)
             try:
-                return await self._carry_out(second, sender)
+                return await self._carry_out(second, sender, refuted=1)
             except WeightUpdateError as error:
                 self.ledger.refute(second.label, error)
                 self.condemned = error
-                await self._control.drop_all()
-                await self._control.release()
+                await _answered(self._control, self._control.drop_all())
+                await _answered(self._control, self._control.release())
                 raise
+
+    def started(self, workers: Sequence[WeightRows]) -> None:
+        """The engine has started, with the weights of its model folder."""
+        self._held = workers[0]
+
+    def restarted(self, workers: Sequence[WeightRows]) -> None:
+        """A new engine holds other weights than `version`, so it serves nothing until an update succeeds."""
+        self._held = workers[0]
+        self._refuted = False
+        self.condemned = EngineDeadError(f"the engine was restarted and weights {self.version} are not back yet")
 
     def _attempt(self, version: int, mode: PauseMode, clear_cache: bool) -> _Attempt:
         """An attempt with a label that no other has: vLLM merges the spans of one label."""
@@ -94,14 +109,17 @@ class WeightUpdater:
         self.ledger.open(label)
         return _Attempt(self._control, self._held, version, label, mode, clear_cache, recover=self._refuted)
 
-    async def _carry_out(self, attempt: _Attempt, sender: WeightSender) -> UpdateReport:
+    async def _carry_out(self, attempt: _Attempt, sender: WeightSender, refuted: int) -> UpdateReport:
         try:
             manifest = await attempt.transfer(sender, on_label=self._serve)
         finally:
             if attempt.touched:  # its label may be in use from now on
                 self._attempts[attempt.version] = self._attempts.get(attempt.version, 0) + 1
         begun = time.perf_counter()
-        mismatch = await self._prove(attempt, manifest, sender)
+        try:
+            mismatch = await asyncio.wait_for(self._prove(attempt, manifest, sender), PROOF_DEADLINE_S)
+        except TimeoutError:
+            raise attempt.failed(f"the proof took over {PROOF_DEADLINE_S:.0f} s") from None
         self.ledger.prove(attempt.label)
         self._refuted, self.condemned = False, None
         return UpdateReport(
@@ -115,6 +133,7 @@ class WeightUpdater:
             mismatch_mean=mismatch.mean,
             mismatch_max=mismatch.max,
             tensors=len(manifest),
+            refuted=refuted,
         )
 
     def _serve(self, attempt: _Attempt) -> None:
@@ -131,7 +150,7 @@ class WeightUpdater:
                 what="label",
                 size=0.0,
             )
-        reference = await asyncio.to_thread(sender.logprobs, [result.ids for result in results])
+        reference = await in_thread(sender.logprobs, [result.ids for result in results])
         return check_canaries(attempt.version, results, reference, self._control.dtype)
 
 
@@ -155,6 +174,7 @@ class _Attempt:
     _paused: bool = False
     _finished: bool = False
     _expired: bool = False
+    _asked: Future[Any] | None = None  # what the sender asked last
 
     async def transfer(self, sender: WeightSender, on_label: Any) -> Manifest:
         """Let `sender` drive this client, within a deadline.
@@ -163,19 +183,21 @@ class _Attempt:
         """
         self._on_label = on_label
         try:
-            manifest = await asyncio.wait_for(asyncio.to_thread(sender.send, self), TRANSFER_DEADLINE_S)
+            manifest = await asyncio.wait_for(in_thread(sender.send, self), TRANSFER_DEADLINE_S)
         except TimeoutError:
             self._expired = True
-            raise self._failed(f"the transfer took over {TRANSFER_DEADLINE_S:.0f} s") from None
+            if self._asked is not None:
+                self._asked.cancel()
+            raise self.failed(f"the transfer took over {TRANSFER_DEADLINE_S:.0f} s") from None
         except Exception as error:
             if isinstance(error, WeightUpdateError) or not self.touched:
                 raise  # what went wrong on the trainer's side alone is the trainer's to tell
-            raise self._failed(f"{type(error).__name__}: {error}") from error
+            raise self.failed(f"{type(error).__name__}: {error}") from error
         finally:
             if self._paused and not self.touched:
-                await self.control.release()
+                await _answered(self.control, self.control.release())
         if not self._finished:
-            raise self._failed("the sender returned without having sent anything")
+            raise self.failed("the sender returned without having sent anything")
         return manifest
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -209,7 +231,7 @@ class _Attempt:
 
     async def _finish(self) -> None:
         if not self.touched:
-            raise self._failed("the sender finished without having sent anything")
+            raise self.failed("the sender finished without having sent anything")
         await self.control.rpc("finish_weight_update")
         self.transfer_s = time.perf_counter() - self._begun
         begun = time.perf_counter()
@@ -224,15 +246,25 @@ class _Attempt:
         if self._expired:
             coroutine.close()
             raise EngineError(f"the update to version {self.version} was given up after its deadline")
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        asked = self._asked = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        return asked.result()
 
-    def _failed(self, how: str) -> WeightUpdateError:
+    def failed(self, how: str) -> WeightUpdateError:
         return WeightUpdateError(
             f"weights of version {self.version} were not delivered: {how}",
             version=self.version,
             what="transfer",
             size=0.0,
         )
+
+
+async def _answered(control: Control, call: Coroutine[Any, Any, None]) -> None:
+    """Await what lets requests go on. An engine that does not answer is declared dead, which ends this call, too."""
+    try:
+        await asyncio.wait_for(call, ANSWER_DEADLINE_S)
+    except TimeoutError:
+        control.die("does not answer")
+        await asyncio.sleep(0)
 
 
 def check_announced(version: int, info: dict[str, Any] | list[dict[str, Any]], held: WeightRows) -> None:

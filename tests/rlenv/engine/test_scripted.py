@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from rlenv.engine.scripted import ScriptedEngine
-from rlenv.errors import EngineError, WeightUpdateError
+from rlenv.errors import EngineDeadError, EngineError, WeightUpdateError
 from rlenv.types import Sample
 
 Start = Callable[..., ScriptedEngine]
@@ -149,6 +149,46 @@ def test_closing_fails_the_calls_that_wait_and_names_the_engine(scripted: Start,
     with pytest.raises(EngineError, match="engine 'tiny' is closed"):
         asyncio.run(engine.resume())
     assert engine.in_flight == 0
+
+
+def test_death_fails_the_calls_that_wait_and_a_restart_serves_again(scripted: Start, sender: Any) -> None:
+    engine = scripted(lambda prompt_ids, sample: FOREVER, delay=0.001, model="tiny")
+    engine.update_weights_sync(sender, 3)
+    waiting = [engine.submit(PROMPT, Sample()) for _ in range(3)]
+    proof = engine.start(engine._proven(frozenset({"9"})))
+    engine.kill()
+    for future in (*waiting, proof):
+        with pytest.raises(EngineDeadError, match="engine 'tiny' died; 3 requests were pending"):
+            future.result(5)
+    with pytest.raises(EngineDeadError, match="engine 'tiny' died"):
+        engine.submit(PROMPT, Sample())
+    report = engine.restart_sync(sender)
+    assert (report.label, engine.weight_version, engine.in_flight) == ("3#2", 3, 0)
+    assert engine.generate_sync(PROMPT, Sample(max_tokens=1)).labels == {"3#2"}
+
+
+def test_restart_without_weights_serves_nothing(scripted: Start, sender: Any) -> None:
+    class Gone:
+        logprobs = sender.logprobs
+
+        def send(self, client: Any) -> Any:
+            raise ConnectionError("the learner is gone")
+
+    engine = scripted(lambda prompt_ids, sample: QUESTION)
+    with pytest.raises(ConnectionError, match="gone"):
+        engine.restart_sync(Gone())
+    with pytest.raises(EngineDeadError, match="no weights yet"):
+        engine.generate_sync(PROMPT, Sample())
+    engine.restart_sync(sender)
+    assert engine.generate_sync(PROMPT, Sample()).text == QUESTION
+
+
+def test_engine_may_be_closed_while_it_is_dead(scripted: Start, sender: Any) -> None:
+    engine = scripted(lambda prompt_ids, sample: QUESTION)
+    engine.kill()
+    engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        engine.restart_sync(sender)
 
 
 def test_engine_may_be_closed_from_a_callback_of_its_own(scripted: Start) -> None:

@@ -1,0 +1,199 @@
+"""vLLM's processes: arguments go in, a running AsyncLLM comes out, and whatever becomes of it, no process is left.
+
+this process ─ EngineCore (scheduler) ─ Worker (model)       each ends when the one before it does (`plugin`)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import multiprocessing
+import os
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import psutil
+
+from rlenv.errors import EngineError
+
+# A launcher's variables would make vLLM's children join the learner's process group.
+_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_DEFAULTS = {
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork after torch has run can hang
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",  # each reload of the weights makes primitives anew: 1024 fill 400 MiB
+    "VLLM_NO_USAGE_STATS": "1",
+}
+SHUTDOWN_S = 20.0  # a worker takes some seconds to unload torch
+TERMINATE_S = 5.0  # a process that is only starting
+_POLL_S = 0.1
+_one_start = threading.Lock()  # a start changes this process's environment for a while
+
+
+@dataclass(frozen=True, slots=True)
+class VLLMProcesses:
+    """A running AsyncLLM and every process below it."""
+
+    llm: Any
+    family: tuple[psutil.Process, ...]
+
+    @property
+    def is_dead(self) -> bool:
+        return bool(self.llm.errored)
+
+    def fail_calls(self) -> None:
+        """Let every call to vLLM fail, also those that wait: vLLM itself leaves some of them waiting for ever."""
+        from vllm.v1.engine.exceptions import EngineDeadError as VLLMEngineDeadError
+
+        core = self.llm.engine_core
+        core.resources.engine_dead = True
+        for answer in core.utility_results.values():
+            if not answer.done():
+                answer.set_exception(VLLMEngineDeadError())
+
+    def end(self) -> None:
+        """End all processes, whatever state they are in. Blocks for some seconds; ending twice is ending once."""
+        self.llm.shutdown(timeout=SHUTDOWN_S)
+        self.llm.shutdown = _nothing  # its finaliser calls it again at interpreter exit, when half of vLLM is gone
+        for process in self.family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        deadline = time.monotonic() + TERMINATE_S
+        while any(map(_runs, self.family)) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
+
+class VLLMStart:
+    """One start of vLLM, which blocks its thread and can be given up from another."""
+
+    def __init__(self, arguments: dict[str, Any], transport: str, environment: dict[str, str]) -> None:
+        self._arguments, self._transport, self._environment = arguments, transport, environment
+        self._given_up = False
+        self._started: VLLMProcesses | None = None
+        self._ended = threading.Event()
+        self._elders: set[BaseProcess] | None = None  # children that this process had before, once the start begins
+
+    def run(self) -> VLLMProcesses:
+        """Start. Raises EngineError if vLLM does not start, or if the start was given up."""
+        try:
+            with self._turn():
+                self._started = self._start()
+            return self._started
+        finally:
+            self._ended.set()
+
+    def give_up(self) -> None:
+        """End a start that is under way; returns when nothing is left of it."""
+        self._given_up = True
+        patience = time.monotonic() + TERMINATE_S
+        while not self._ended.wait(_POLL_S):
+            if self._elders is not None:
+                for child in set(multiprocessing.active_children()) - self._elders:
+                    if child.name.startswith("EngineCore"):
+                        child.terminate() if time.monotonic() < patience else child.kill()
+        if self._started is not None:
+            self._started.end()
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        while not _one_start.acquire(timeout=_POLL_S):
+            if self._given_up:
+                raise self._failed("the start was given up")
+        try:
+            yield
+        finally:
+            _one_start.release()
+
+    def _start(self) -> VLLMProcesses:
+        for name, value in _DEFAULTS.items():
+            os.environ.setdefault(name, value)
+        with _children_environment(self._environment), _without_main(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from vllm import AsyncEngineArgs
+            from vllm.config import WeightTransferConfig
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            transfer = WeightTransferConfig(backend=self._transport)
+            self._elders = set(multiprocessing.active_children())
+            if self._given_up:
+                raise self._failed("the start was given up")
+            try:
+                llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments, weight_transfer_config=transfer))
+            except Exception as error:
+                raise self._failed(str(error)) from error
+            finally:
+                elders, self._elders = self._elders, None
+        return VLLMProcesses(llm, _family(set(multiprocessing.active_children()) - elders))
+
+    def _failed(self, how: str) -> EngineError:
+        return EngineError(f"vLLM did not start for {self._arguments['model']!r}: {how}")
+
+
+def check_plugin() -> None:
+    """Raise EngineError if vLLM would not load our plug-in: it tells nobody."""
+    names = {point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")}
+    if "rlenv" not in names:
+        raise EngineError("vLLM cannot find rlenv's plug-in: install the package (pip install -e .) first")
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "rlenv" not in allowed.split(","):
+        raise EngineError(f"VLLM_PLUGINS={allowed!r} keeps rlenv's plug-in out: add 'rlenv' to it")
+
+
+def _family(cores: set[BaseProcess]) -> tuple[psutil.Process, ...]:
+    family: list[psutil.Process] = []
+    for core in cores:
+        if core.name.startswith("EngineCore"):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(core.pid)
+                family += [process, *process.children(recursive=True)]
+    return tuple(family)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE  # an orphan's parent need not collect it
+    except psutil.NoSuchProcess:
+        return False
+
+
+@contextlib.contextmanager
+def _children_environment(extra: dict[str, str]) -> Iterator[None]:
+    """What vLLM's processes inherit: no launcher's variables, no warnings of libraries about one another."""
+    saved = dict(os.environ)
+    for name in _LAUNCHER:
+        os.environ.pop(name, None)
+    os.environ.update(extra, PYTHONWARNINGS="ignore", TORCH_CPP_LOG_LEVEL="ERROR")
+    try:
+        yield
+    finally:
+        for name in {*_LAUNCHER, *extra, "PYTHONWARNINGS", "TORCH_CPP_LOG_LEVEL"}:
+            if name in saved:
+                os.environ[name] = saved[name]
+            else:
+                os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Keep spawned children from running the user's script again, which need not have a `__main__` guard."""
+    main = sys.modules["__main__"]
+    saved = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
+    main.__spec__ = None
+    if "__file__" in saved:
+        del main.__file__
+    try:
+        yield
+    finally:
+        for name, value in saved.items():
+            setattr(main, name, value)
+
+
+def _nothing(timeout: float | None = None) -> None:
+    """Stands in for a shutdown that has happened."""
