@@ -14,13 +14,14 @@ begun under the old. Only the staleness rule (`rlenv.agents.buffer`) couples the
 waits already, the learner is the slower side, and rollouts start evenly over its cycle rather than all at its start.
 They are fresher so, and the engine is not idle when the next weights come.
 
-A rollout that fails is data with a cause. Anything else that fails, on either side, ends the loop at once with its
-own traceback.
+A rollout that fails is data with a cause. An engine that dies is restarted, and what it had in flight begins anew
+(`rlenv.agents.revival`). Anything else that fails, on either side, ends the loop at once with its own traceback.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import time
 from collections import Counter
@@ -35,6 +36,7 @@ from rlenv.agents.buffer import GroupBuffer
 from rlenv.agents.config import TrainConfig
 from rlenv.agents.learner_types import StepMetrics
 from rlenv.agents.packing import Batch, pack
+from rlenv.agents.revival import Revival
 from rlenv.agents.tally import StepRow, Tally
 from rlenv.engine.base import Engine, UpdateReport, WeightSender
 from rlenv.errors import GroupError, WeightUpdateError
@@ -75,6 +77,7 @@ class TrainLoop:
         )
         self._engine, self._learner, self._rollout = engine, learner, rollout
         self._config, self._on_step = config, on_step
+        self._revival = Revival(engine, learner, self.tally)
         self._failed_in_a_row: list[Group] = []
         self._cycle_s = 0.0  # from one batch taken to the next
 
@@ -99,7 +102,7 @@ class TrainLoop:
         async with asyncio.TaskGroup() as running:
             for id in itertools.count():
                 await self.buffer.admit()
-                running.create_task(self._roll(id))
+                running.create_task(self._revival.outlive(functools.partial(self._roll, id)))
                 if self.buffer.waiting >= self.buffer.batch_groups:
                     await asyncio.sleep(self._cycle_s / self.buffer.batch_groups)
 
@@ -114,12 +117,14 @@ class TrainLoop:
             began = time.perf_counter()
             groups = await self.buffer.take()
             taken = time.perf_counter()
-            metrics = await self._learner.step(self._batch(groups, version - 1))
+            async with self._revival.learning:
+                metrics = await self._learner.step(self._batch(groups, version - 1))
+                self._revival.version = version
             learned = time.perf_counter()
             if self._config.mode == "one-step-off":
                 await self.buffer.drained()
             drained = time.perf_counter()
-            report = await self._update_weights(version)
+            report = await self._revival.outlive(functools.partial(self._update_weights, version))
             await self.buffer.advance(version)
             row = self.tally.add_step(
                 groups,

@@ -53,6 +53,7 @@ class Tally:
         self.weight_updates = 0
         self.mid_generation = 0
         self.canary_failures = 0
+        self.engine_restarts = 0
         self.constant_groups = 0
         self.staleness_max = 0
         self.mismatch_max = 0.0
@@ -89,6 +90,12 @@ class Tally:
         self._row_tokens += sampled
         self.failures += causes
         self._row_failures += causes
+
+    def add_restart(self, report: UpdateReport) -> None:
+        """The engine had died and serves again."""
+        self.engine_restarts += 1
+        self.canary_failures += report.refuted
+        self.mismatch_max = max(self.mismatch_max, report.mismatch_max)
 
     def add_step(
         self,
@@ -139,6 +146,7 @@ class Tally:
             "staleness_max": self.staleness_max,
             "mismatch_max_abs": self.mismatch_max,
             "canary_failures": self.canary_failures,
+            "engine_restarts": self.engine_restarts,
             "constant_groups": self.constant_groups,
             "rollouts": self.rollouts,
             "failures": dict(self.failures),
@@ -158,7 +166,7 @@ class Tally:
         self.steps += 1
         self.weight_updates += 1
         self.mid_generation += report.in_flight > 0
-        self.canary_failures += _attempt(report.label) - 1
+        self.canary_failures += report.refuted
         self.constant_groups += row.constant_groups
         self.staleness_max = max(self.staleness_max, row.staleness_max)
         self.mismatch_max = max(self.mismatch_max, report.mismatch_max)
@@ -166,8 +174,3 @@ class Tally:
         self.stall_s += row.stall_s
         self.dropped = Counter(dropped)
         self._row_began, self._row_tokens, self._row_failures = now, 0, Counter()
-
-
-def _attempt(label: str) -> int:
-    """Which attempt at its version a label names: `"5"` → 1, `"5#2"` → 2."""
-    return int(label.partition("#")[2] or 1)

@@ -1,0 +1,51 @@
+"""Calls of the engine go in, their results come out, also when the engine dies under them.
+
+    call ─EngineDeadError→ [one restart for all who wait ─ weights of the learner's version ─ proof] ─→ call again
+
+What had been asked of the dead engine is lost; the caller asks again for the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from rlenv.agents.tally import Tally
+from rlenv.engine.base import Engine, WeightSender
+from rlenv.errors import EngineDeadError
+
+T = TypeVar("T")
+MAX_RESTARTS = 3  # in one run: an engine that dies more often has a fault that no restart mends
+
+
+class Revival:
+    """Restarts `engine` when it dies, at the `version` that `learner` holds.
+
+    Whoever changes the learner's weights holds `learning` meanwhile and then sets `version`.
+    """
+
+    def __init__(self, engine: Engine, learner: WeightSender, tally: Tally) -> None:
+        self.version = 0
+        self.learning = asyncio.Lock()
+        self._engine, self._learner, self._tally = engine, learner, tally
+        self._reviving = asyncio.Lock()
+
+    async def outlive(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Await `call()`, again after each death of the engine. Raises EngineDeadError at the death after the last."""
+        while True:
+            life = self._tally.engine_restarts
+            try:
+                return await call()
+            except EngineDeadError as death:
+                await self._revive(life, death)
+
+    async def _revive(self, life: int, death: EngineDeadError) -> None:
+        async with self._reviving:
+            if self._tally.engine_restarts > life:
+                return  # another caller was here first
+            if life == MAX_RESTARTS:
+                raise death
+            async with self.learning:
+                report = await self._engine.restart(self._learner, self.version)
+            self._tally.add_restart(report)
