@@ -185,7 +185,6 @@ def test_a_run_keeps_its_rollouts_if_asked_and_they_can_be_read_however_it_ends(
     groups = [*read_trajectories(tmp_path / "run")]
     assert summary["status"] == ("done" if steps == 3 else "interrupted")
     assert len(groups) >= 6 and {len(group.trajectories) for group in groups} == {4}
-    assert sum(len(group.trajectories) for group in groups) <= summary["rollouts"]
     assert len({group.id for group in groups}) == len(groups)
     assert replay(groups[0].trajectories[0]) == []
 
