@@ -351,7 +351,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", help="where the JSON goes")
     arguments = parser.parse_args(argv)
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(default_model(), dtype=torch.float32)
     with FaultyEngine(default_model(), device="cpu", max_model_len=256) as engine:
         caught = asyncio.run(_all(engine, model))

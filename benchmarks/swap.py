@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers.utils.logging import disable_progress_bar
+
 from benchmarks.hardware import hardware, versions
 from rlenv.engine.base import UpdateReport
 from rlenv.engine.transfer.sender import ModelSender
@@ -66,6 +68,7 @@ class Swap:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
+    disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         old, new = (make_model(f"{folder}/{name}", arguments, seed) for name, seed in (("old", 1), ("new", 2)))
         swaps, report = asyncio.run(run(arguments, old, new))

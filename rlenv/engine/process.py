@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import logging
 import multiprocessing
 import os
 import sys
@@ -31,6 +32,7 @@ _DEFAULTS = {
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",  # each reload of the weights makes primitives anew: 1024 fill 400 MiB
     "VLLM_NO_USAGE_STATS": "1",
 }
+_TORCH_ON_TRITON = "torch._library.triton"  # the logger by which torch warns that a CPU has no Triton
 SHUTDOWN_S = 20.0  # a worker takes some seconds to unload torch
 TERMINATE_S = 5.0  # a process that is only starting
 _POLL_S = 0.1
@@ -114,8 +116,7 @@ class VLLMStart:
     def _start(self) -> VLLMProcesses:
         for name, value in _DEFAULTS.items():
             os.environ.setdefault(name, value)
-        with _children_environment(self._environment), _without_main(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with _children_environment(self._environment), _without_main(), _quiet_imports():
             from vllm import AsyncEngineArgs
             from vllm.config import WeightTransferConfig
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -169,15 +170,30 @@ def _children_environment(extra: dict[str, str]) -> Iterator[None]:
     saved = dict(os.environ)
     for name in _LAUNCHER:
         os.environ.pop(name, None)
-    os.environ.update(extra, PYTHONWARNINGS="ignore", TORCH_CPP_LOG_LEVEL="ERROR")
+    quiet = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_LOGS": f"-{_TORCH_ON_TRITON}"}
+    os.environ.update(extra | quiet)
     try:
         yield
     finally:
-        for name in {*_LAUNCHER, *extra, "PYTHONWARNINGS", "TORCH_CPP_LOG_LEVEL"}:
+        for name in {*_LAUNCHER, *extra, *quiet}:
             if name in saved:
                 os.environ[name] = saved[name]
             else:
                 os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def _quiet_imports() -> Iterator[None]:
+    """The same for what this process imports."""
+    logger = logging.getLogger(_TORCH_ON_TRITON)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextlib.contextmanager
