@@ -70,9 +70,13 @@ def test_an_interrupt_in_a_notebook_ends_the_run_in_order(tmp_path: Path) -> Non
             agent.train()
         assert '"interrupted"' in (tmp_path / "run" / "summary.json").read_text()
 
-    # asyncio.run would turn the signal into a cancellation, as no notebook does.
-    with contextlib.closing(asyncio.new_event_loop()) as loop:
-        loop.run_until_complete(notebook())
+    # asyncio.run would turn the signal into a cancellation, as no notebook does; a background job would ignore it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with contextlib.closing(asyncio.new_event_loop()) as loop:
+            loop.run_until_complete(notebook())
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("fake_parts")
