@@ -41,7 +41,7 @@ class Learner:
         self.version = 0
         self.model = model or AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
         self._accelerator = Accelerator(cpu=config.device == "cpu", mixed_precision=config.mixed_precision)
-        policy = Policy(self.model, fp32_head=config.fp32_head)
+        policy = Policy(self.model, config.scoring)
         optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
         self._policy, self._optimizer = self._accelerator.prepare(policy, optimizer)
         self._optimizer_steps = 0
@@ -181,7 +181,7 @@ class Learner:
         return self._policy(*self._inputs(micro))[0]
 
     def _inputs(self, micro: MicroBatch) -> Iterable[Tensor]:
-        return map(self._to, (micro.token_ids, micro.attention_mask, micro.live, micro.temperatures))
+        return map(self._to, (micro.token_ids, micro.attention_mask, micro.live, micro.sampling))
 
     def _to(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._accelerator.device)

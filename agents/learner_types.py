@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rlenv.engine.base import HeadDtype
 from rlenv.errors import ConfigError
 
 
@@ -28,6 +29,20 @@ class LossConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Scoring:
+    """Which distribution the learner's log-probs are of. The defaults are right: that which was sampled from.
+
+    Anything else is a mistake which training code has made, and which `rlenv audit` recognises and prices:
+    logits that are not divided by the sampling temperature, a log-softmax over ids that top-p and top-k had
+    taken out, an output head that multiplies in another precision than the engine's.
+    """
+
+    temperature: bool = True
+    support: bool = True
+    head: HeadDtype = "float32"
+
+
+@dataclass(frozen=True, slots=True)
 class LearnerConfig:
     """How a model is trained.
 
@@ -40,7 +55,7 @@ class LearnerConfig:
     model: str
     device: Literal["cpu", "cuda"] = "cpu"
     mixed_precision: Literal["no", "bf16"] = "no"
-    fp32_head: bool = True
+    scoring: Scoring = field(default_factory=Scoring)
     lr: float = 1e-5
     warmup_steps: int = 0
     weight_decay: float = 0.0

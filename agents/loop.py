@@ -142,7 +142,7 @@ class TrainLoop:
         if self._config.shuffle_rewards:
             groups = shuffle_rewards(groups, seed=task_seed(self._config.seed, version))
         scored = score(groups, filter_constant=self._config.constant_groups == "filter")
-        return pack(scored, version=version, temperature=self._config.temperature)
+        return pack(scored, version=version)
 
     async def _update_weights(self, version: int) -> UpdateReport:
         try:

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from rlenv.types import Completion, Sample
 
 PauseMode = Literal["abort", "wait", "keep"]
+HeadDtype = Literal["float32", "bfloat16"]  # what the output head multiplies in
 
 
 @dataclass(frozen=True, slots=True)
