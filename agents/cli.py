@@ -20,7 +20,7 @@ from rlenv.agents.config import TrainConfig, check_surroundings
 from rlenv.agents.display import display_for
 from rlenv.agents.interrupt import Interrupted, leave_at_once, run_interruptible
 from rlenv.agents.parts import open_parts
-from rlenv.agents.run import Run, SavingLearner
+from rlenv.agents.run import Run, RunLearner
 from rlenv.agents.terminal import Terminal, output_to
 from rlenv.agents.transcript import show_replay
 from rlenv.engine.base import Engine
@@ -88,7 +88,7 @@ def list_tasks() -> None:
 
 
 @asynccontextmanager
-async def _open_quiet_parts(config: TrainConfig) -> AsyncIterator[tuple[Engine, SavingLearner]]:
+async def _open_quiet_parts(config: TrainConfig) -> AsyncIterator[tuple[Engine, RunLearner]]:
     """The parts of a run, whose output goes to a log beside its summary instead of across the display."""
     log = Path(config.run_dir) / "engine.log"
     with output_to(log):

@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +23,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rlenv.agents.corrections import BUCKETS, RatioTable, buckets
-from rlenv.agents.learner_types import LearnerConfig, LossConfig, StepMetrics
+from rlenv.agents.learner_types import LearnerConfig, LossConfig, Scoring, StepMetrics
 from rlenv.agents.losses import TokenLosses, multi_step_loss, one_step_loss
-from rlenv.agents.packing import Batch, MicroBatch, micro_batches, rows_to_score
+from rlenv.agents.packing import Batch, FloatArray, MicroBatch, micro_batches, rows_to_score
 from rlenv.agents.policy import Policy
 from rlenv.errors import LearnerError
 
@@ -66,6 +67,24 @@ class Learner:
             norms.append(self._optimizer_step())
         self.version += 1
         return self._metrics(batch, table, losses, norms, began)
+
+    @torch.no_grad()
+    def score(self, batch: Batch, scoring: Scoring | None = None) -> FloatArray:
+        """Log-probs [L] of the batch's live ids in their order, computed as `step` does; or by another `scoring`."""
+        policy = self._accelerator.unwrap_model(self._policy)
+        usual = policy.scoring
+        policy.scoring = scoring or usual
+        try:
+            live = [np.flatnonzero(batch.live[start:end]) for start, end in pairwise(batch.offsets)]
+            scores: list[FloatArray] = [np.zeros(0, np.float32)] * batch.rows
+            for micro in micro_batches(batch, self.config.micro_batch_tokens):
+                values, _ = self._policy(*self._inputs(micro))
+                sizes = [len(live[row]) for row in micro.rows]
+                for row, part in zip(micro.rows, values.split(sizes), strict=True):
+                    scores[row] = part.cpu().numpy()
+            return np.concatenate(scores)
+        finally:
+            policy.scoring = usual
 
     @torch.inference_mode()
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

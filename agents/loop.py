@@ -14,8 +14,9 @@ begun under the old. Only the staleness rule (`rlenv.agents.buffer`) couples the
 waits already, the learner is the slower side, and rollouts start evenly over its cycle rather than all at its start.
 They are fresher so, and the engine is not idle when the next weights come.
 
-A rollout that fails is data with a cause. An engine that dies is restarted, and what it had in flight begins anew
-(`rlenv.agents.revival`). Anything else that fails, on either side, ends the loop at once with its own traceback.
+A rollout that fails is data with a cause. A group that a swap in `abort` mode cut short begins anew. An engine that
+dies is restarted, and what it had in flight begins anew (`rlenv.agents.revival`). Anything else that fails, on either
+side, ends the loop at once with its own traceback.
 """
 
 from __future__ import annotations
@@ -107,10 +108,17 @@ class TrainLoop:
                     await asyncio.sleep(self._cycle_s / self.buffer.batch_groups)
 
     async def _roll(self, id: int) -> None:
-        group = await self._rollout(id, task_seed(self._config.seed, id))
-        self.tally.add_rollouts(group)
+        while True:
+            group = await self._rollout(id, task_seed(self._config.seed, id))
+            self.tally.add_rollouts(group)
+            if not self._swapped_away(group):
+                break
         self._stop_if_all_fail(group)
         await self.buffer.put(group)
+
+    def _swapped_away(self, group: Group) -> bool:
+        """Whether a weight swap aborted some of it. It begins anew: keeping what had ended would favour the short."""
+        return self._config.pause == "abort" and any(failure.cause == "aborted" for failure in group.failures)
 
     async def _updates(self) -> None:
         for version in range(1, self._config.steps + 1):

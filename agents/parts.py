@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Literal
 
 from rlenv.agents.config import TrainConfig
 from rlenv.agents.learner_handle import LearnerHandle
-from rlenv.agents.learner_types import LearnerConfig
+from rlenv.agents.learner_types import LearnerConfig, Scoring
+from rlenv.engine.backend import Backend
 from rlenv.engine.transfer.plugin import IPC, SHARED_MEMORY
 from rlenv.models import default_model
 
@@ -27,7 +28,7 @@ async def open_parts(config: TrainConfig) -> AsyncIterator[tuple[VLLMEngine, Lea
     learner = LearnerHandle(learner_config(config, model, device), log=Path(config.run_dir) / "learner.log")
     try:
         async with asyncio.TaskGroup() as starts:
-            starting = starts.create_task(_start_engine(model, device, config.seed))
+            starting = starts.create_task(_start_engine(model, device, config))
             starts.create_task(learner.ready())
     except BaseException:
         learner.close()
@@ -47,6 +48,7 @@ def learner_config(config: TrainConfig, model: str, device: Literal["cpu", "cuda
         model=model,
         device=device,
         mixed_precision="no" if cpu else "bf16",
+        scoring=Scoring(head=config.head),
         lr=config.lr,
         seed=config.seed,
         transfer_backend=SHARED_MEMORY if cpu else IPC,
@@ -62,7 +64,7 @@ def _device(config: TrainConfig) -> Literal["cpu", "cuda"]:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-async def _start_engine(model: str, device: str, seed: int) -> VLLMEngine:
+async def _start_engine(model: str, device: str, config: TrainConfig) -> VLLMEngine:
     """Start an engine off the event loop. If nobody waits for it any more, it is closed as soon as it is there."""
     started: Future[VLLMEngine] = Future()
 
@@ -70,7 +72,7 @@ async def _start_engine(model: str, device: str, seed: int) -> VLLMEngine:
         from rlenv.engine.vllm import VLLMEngine
 
         try:
-            engine = VLLMEngine(model, device=device, seed=seed)
+            engine = VLLMEngine(model, device=device, seed=config.seed, backend=Backend(head=config.head))
         except BaseException as error:
             started.set_exception(error)
             return

@@ -1,6 +1,6 @@
 """A config goes in; the policy is evaluated, trained and evaluated again, and a run folder comes out.
 
-engine and learner start side by side → eval before → loop → eval after → model, curves, summary
+engine and learner start side by side → audit → eval before → loop → eval after → model, curves, summary
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ import rlenv
 from rlenv.agents.config import TrainConfig
 from rlenv.agents.display import Display
 from rlenv.agents.evaluate import distinct_seeds, evaluate, held_out, training
+from rlenv.agents.gate import MAX_TOKENS, Scorer, audit, passage
 from rlenv.agents.loop import Learner, Rollout, TrainLoop
 from rlenv.agents.report import Report, RunResult
 from rlenv.agents.sampler import MakeAgent, Sampler
 from rlenv.agents.tally import StepRow
 from rlenv.bound import EngineBoundEnv
 from rlenv.engine.base import Engine
+from rlenv.errors import CollapseError
 from rlenv.rollout import Agent, EnvPool, rollout_group
 from rlenv.trajectories import TrajectoryFolder
 from rlenv.types import Group, Sample
 
 
-class SavingLearner(Learner, Protocol):
+class RunLearner(Learner, Scorer, Protocol):
     """What a whole run needs of a learner."""
 
     async def save(self, folder: Path) -> None:
@@ -36,7 +38,7 @@ class SavingLearner(Learner, Protocol):
 
 
 # Starts an engine and a learner of the same weights, and ends both.
-OpenParts = Callable[[TrainConfig], AbstractAsyncContextManager[tuple[Engine, SavingLearner]]]
+OpenParts = Callable[[TrainConfig], AbstractAsyncContextManager[tuple[Engine, RunLearner]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +56,25 @@ class Run:
             async with self.open_parts(self.config) as (engine, learner):
                 self.display.phase(f"ready after {report.wall_s:.0f} s")
                 report.update({"status": "running"})
+                await self._audit(engine, learner, report)
                 await self._evaluate(engine, report, "before")
                 await self._train(engine, learner, report)
                 await self._evaluate(engine, report, "after")
                 await learner.save(report.folder.model)
             return report.done()
+
+    async def _audit(self, engine: Engine, learner: RunLearner, report: Report) -> None:
+        """Backend correctness comes before training: raises AuditError unless it is forced."""
+        config = self.config
+        limit = min(config.max_tokens or MAX_TOKENS, MAX_TOKENS)
+        agent = self.make_agent(Sample(temperature=config.temperature, max_tokens=limit))
+        with self._rollouts(engine, agent, config.group_size, training(config.task)) as rollout:
+            verdict = await audit(rollout, learner, seed=config.seed, version=engine.weight_version, dtype=engine.dtype)
+        report.update({"audit": passage(verdict, force=config.force)})
+        if verdict is not None:
+            words = "passed" if verdict.passed else "FAILED, and training is forced"
+            figures = f"max |Δ| {verdict.mismatch.abs_max:.1e} nats, k3 {verdict.mismatch.kl:.1e}"
+            self.display.phase(f"audit {words}: {figures} over {verdict.mismatch.tokens} tokens")
 
     async def _train(self, engine: Engine, learner: Learner, report: Report) -> None:
         config = self.config
@@ -71,6 +87,10 @@ class Run:
             def on_step(row: StepRow) -> None:
                 report.step(row, loop.tally.summary())
                 self.display.step(row)
+                for sign in row.collapse:
+                    self.display.phase(f"step {row.step}: sampling and learning part ways: {sign}")
+                if row.collapse and config.on_collapse == "stop":
+                    raise CollapseError(row.collapse[0])
 
             loop = TrainLoop(engine, learner, rollout, config, on_step)
             try:

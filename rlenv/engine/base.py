@@ -75,6 +75,8 @@ class Engine(Protocol):
 
     model: str
     max_model_len: int
+    dtype: str
+    """What it computes in: "float32", "bfloat16" or "float16"."""
 
     @property
     def tokenizer(self) -> Any:

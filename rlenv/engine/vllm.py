@@ -14,6 +14,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from rlenv.engine.backend import Backend
 from rlenv.engine.base import PauseMode, UpdateReport, WeightSender
 from rlenv.engine.faces import EngineFaces
 from rlenv.engine.process import VLLMProcesses, VLLMStart, check_plugin
@@ -26,7 +27,6 @@ from rlenv.errors import ConfigError, EngineDeadError, EngineError
 from rlenv.render import Renderer, text_of
 from rlenv.types import Completion, FinishReason, Sample, VersionSpan
 
-MIN_BATCHED_TOKENS = 8192  # of one engine step; vLLM's own default for a CPU, 2048, is a third slower
 DEATH_CHECK_S = 0.2
 
 
@@ -34,7 +34,8 @@ class VLLMEngine(EngineFaces):
     """One vLLM engine for the model in folder `model`, shared by every caller in this process.
 
     `dtype`: float32 on a CPU, bfloat16 on a GPU unless said otherwise. `device`: "cpu", "cuda", or what vLLM was
-    built for. Raises ConfigError for settings that cannot work, EngineError if vLLM does not start.
+    built for. `backend` is right as it is: other values are for measurements. Raises ConfigError for settings that
+    cannot work, EngineError if vLLM does not start.
     """
 
     worker_extension = EXTENSION
@@ -50,6 +51,7 @@ class VLLMEngine(EngineFaces):
         seed: int = 0,
         batch_invariant: bool = False,
         gpu_memory_utilization: float = 0.4,
+        backend: Backend | None = None,
     ) -> None:
         folder = _model_folder(model)
         self.device = _device(device)
@@ -61,27 +63,23 @@ class VLLMEngine(EngineFaces):
         super().__init__(folder, max_model_len or _context_of(folder))
         self._ids = itertools.count()
         self._kept = False  # whether a pause holds requests in mid-generation
+        self.backend = backend or Backend()
+        self.salted = self.backend.salted
         self._running: dict[str, str] = {}  # vLLM's request id → the caller's
         self._processes: VLLMProcesses | None = None
         self._starting: VLLMStart | None = None
-        arguments = {
+        arguments: dict[str, Any] = {
             "model": folder,
             "dtype": self.dtype,
             "max_model_len": self.max_model_len,
             "max_num_seqs": max_num_seqs,
             "seed": seed,
             "enforce_eager": self.device == "cpu" or batch_invariant,  # compiled layers are not batch-invariant
-            "logprobs_mode": "processed_logprobs",
             "worker_extension_cls": self.worker_extension,
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
-            "hf_overrides": {} if self.dtype == "float32" else {"head_dtype": "float32"},
-        }
-        if self.device == "cpu":
-            # A prompt computed in parts ends vLLM when its request has a seed: CPU generators cannot be set back.
-            arguments["enable_chunked_prefill"] = False
-            arguments["max_num_batched_tokens"] = max(MIN_BATCHED_TOKENS, self.max_model_len)
-        else:
+        } | self.backend.arguments(self.device, self.dtype, self.max_model_len)
+        if self.device != "cpu":
             arguments["gpu_memory_utilization"] = gpu_memory_utilization
         self._arguments = arguments
         self._environment = {"VLLM_BATCH_INVARIANT": "1"} if batch_invariant else {}
@@ -157,7 +155,7 @@ class VLLMEngine(EngineFaces):
 
     def salt(self, label: str) -> str:
         """What keeps prefix-cache blocks of different weights apart."""
-        return label
+        return label if self.salted else "any weights"
 
     async def _run(self, prompt: tuple[int, ...], parameters: Any, internal: str, label: str) -> Any:
         """The final output of one vLLM request; the label salts the prefix cache, so no older block is met."""
