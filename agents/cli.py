@@ -16,6 +16,7 @@ import tyro
 from rich.console import Console
 
 import rlenv
+from rlenv.agents.audit_config import AuditConfig
 from rlenv.agents.config import TrainConfig, check_surroundings
 from rlenv.agents.display import display_for
 from rlenv.agents.interrupt import Interrupted, leave_at_once, run_interruptible
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.path.insert(0, os.getcwd())
     try:
         status = tyro.extras.subcommand_cli_from_dict(
-            {"train": train, "demo": demo, "replay": replay, "list": list_tasks},
+            {"train": train, "demo": demo, "audit": audit, "replay": replay, "list": list_tasks},
             prog="rlenv",
             description="Reinforcement learning of language models on one shared rollout engine.",
             args=arguments,
@@ -69,6 +70,19 @@ def train(config: Annotated[TrainConfig, tyro.conf.arg(name="")]) -> None:
 def demo(config: Annotated[TrainConfig, tyro.conf.arg(name="")] = DEMO) -> None:
     """Watch the default model learn sums, within minutes on two cores."""
     train(config)
+
+
+def audit(config: Annotated[AuditConfig, tyro.conf.arg(name="")]) -> int:
+    """Measure each cause by which engine and learner may disagree at equal weights, and name those that do."""
+    from rlenv.agents import audit_report
+    from rlenv.agents.audit import audit as measure
+
+    rlenv.spec(config.task)
+    result = measure(config)
+    audit_report.show(result, Console())
+    if config.out:
+        audit_report.write(result, Path(config.out))
+    return 0 if result.passed else 1
 
 
 def replay(file: Annotated[str, tyro.conf.arg(name="", metavar="FILE")], index: int = 0, failures: bool = False) -> int:

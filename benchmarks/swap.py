@@ -22,7 +22,7 @@ from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.hardware import hardware, versions
+from rlenv.agents.hardware import hardware, versions
 from rlenv.engine.base import UpdateReport
 from rlenv.engine.transfer.sender import ModelSender
 from rlenv.engine.vllm import VLLMEngine

@@ -24,6 +24,8 @@ class Backend:
     """Precision of the output head; the learner's must be the same."""
     salted: bool = True
     """Keep prefix-cache blocks of different weights apart."""
+    proof: bool = True
+    """Prove each weight update by fingerprints and canaries."""
     prefix_cache: bool = True
     """Reuse keys and values of prompts that begin alike."""
     async_scheduling: bool | None = None

@@ -64,7 +64,7 @@ class VLLMEngine(EngineFaces):
         self._ids = itertools.count()
         self._kept = False  # whether a pause holds requests in mid-generation
         self.backend = backend or Backend()
-        self.salted = self.backend.salted
+        self.salted, self.proof = self.backend.salted, self.backend.proof
         self._running: dict[str, str] = {}  # vLLM's request id → the caller's
         self._processes: VLLMProcesses | None = None
         self._starting: VLLMStart | None = None
@@ -122,6 +122,11 @@ class VLLMEngine(EngineFaces):
     def _llm(self) -> Any:
         assert self._processes is not None
         return self._processes.llm
+
+    @property
+    def block_size(self) -> int:
+        """How many ids a block of the key-value cache holds: a shorter prompt is never cached."""
+        return int(self._block)
 
     def progress(self) -> dict[str, int]:
         """How many ids each request in flight has sampled so far, by the caller's request id."""
