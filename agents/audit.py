@@ -14,6 +14,8 @@ import contextlib
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import transformers
+
 import rlenv
 from rlenv.agents.advantages import score
 from rlenv.agents.audit_config import AuditConfig
@@ -73,7 +75,7 @@ def audit(config: AuditConfig) -> AuditResult:
     model = config.model or default_model()
     device = None if config.device == "auto" else config.device
     with VLLMEngine(model, device=device, seed=config.seed, backend=config.backend) as engine:
-        learner = Learner(_learner_config(config, model, engine))
+        learner = learner_of(config, engine)
         result = asyncio.run(audit_parts(engine, learner, config))
     if config.full:
         result = replace(result, findings=result.findings + tuple(_restarts(config, model, learner)))
@@ -143,23 +145,24 @@ async def _paths(probes: Probes, dtype: str, config: AuditConfig) -> list[Findin
 
 
 def _restarts(config: AuditConfig, model: str, learner: Learner) -> list[Finding]:
-    """What an engine decides at its start, each alone against the right one."""
-    right = replace(config.backend, head="float32", async_scheduling=None, chunked_prefill=None)
+    """What an engine decides at its start, switched alone: scheduling and prefill the other way round, a bf16 head."""
+    cuda = learner.config.device == "cuda"
     variants = {
-        "engine's output head in bf16": (replace(right, head="bfloat16"), "head_dtype float32 in vLLM"),
-        "no async scheduling": (replace(right, async_scheduling=False), ""),
-        "async scheduling": (replace(right, async_scheduling=True), ""),
-        "chunked prefill": (replace(right, chunked_prefill=True), ""),
-        "whole prefill": (replace(right, chunked_prefill=False), ""),
-        "no prefix cache": (replace(right, prefix_cache=False), ""),
+        "async scheduling " + ("off" if cuda else "on"): Backend(async_scheduling=not cuda),
+        "chunked prefill " + ("off" if cuda else "on"): Backend(chunked_prefill=not cuda),
+        "prefix cache off": Backend(prefix_cache=False),
+        "engine's head in bf16": Backend(head="bfloat16"),
     }
     findings = []
-    device = None if config.device == "auto" else config.device
-    for name, (backend, mend) in variants.items():
-        with VLLMEngine(model, device=device, seed=config.seed, backend=backend) as engine:
-            probes = Probes(engine, learner, config.seed)
-            alone = asyncio.run(probes.together(probes.prompts(TOGETHER)))
-        findings.append(Finding("inference path", name, None, alone, mend))
+    for name, backend in variants.items():
+        with VLLMEngine(model, device=learner.config.device, seed=config.seed, backend=backend) as engine:
+            batch = asyncio.run(_sampled(engine, replace(config, temperature=1.0, top_p=1.0, top_k=0)))
+        scorings = {name: Scoring()}
+        if backend.head == "bfloat16":
+            scorings["both heads in bf16"] = Scoring(head="bfloat16")
+        for cause, scoring in scorings.items():
+            alone = measure(batch.behaviour[batch.live], learner.score(batch, scoring))
+            findings.append(Finding("inference path", cause, None, alone, "the default"))
     return findings
 
 
@@ -187,14 +190,17 @@ async def _sampled(engine: VLLMEngine, config: AuditConfig) -> Batch:
     return pack(score(groups), version=0)
 
 
-def _learner_config(config: AuditConfig, model: str, engine: VLLMEngine) -> LearnerConfig:
+def learner_of(config: AuditConfig, engine: VLLMEngine) -> Learner:
+    """The learner's side, in this process, as a training run on the engine's device has it."""
     cuda = engine.device == "cuda"
-    return LearnerConfig(
-        model=model,
-        device="cuda" if cuda else "cpu",
-        mixed_precision="bf16" if cuda else "no",
-        scoring=config.scoring,
-        lr=config.lr,
-        seed=config.seed,
-        threads=1,
+    transformers.utils.logging.disable_progress_bar()
+    return Learner(
+        LearnerConfig(
+            model=engine.model,
+            device="cuda" if cuda else "cpu",
+            mixed_precision="bf16" if cuda else "no",
+            scoring=config.scoring,
+            lr=config.lr,
+            seed=config.seed,
+        )
     )

@@ -61,9 +61,8 @@ _NATS = ("offset", "abs_mean", "abs_max")
 
 def _table(result: AuditResult) -> Table:
     table = Table("layer", "cause", box=None, header_style="bold")
-    for column in ("here: k3", "max |Δ|", "wrong alone: k3", "max |Δ|"):
+    for column in ("k3 here", "max |Δ|", "k3 if wrong", "max |Δ|"):
         table.add_column(column, justify="right")
-    table.add_column("what mends it")
     layer = ""
     for finding in sorted(result.findings, key=lambda finding: _LAYERS.index(finding.layer)):
         figures = [*_figures(finding.here), *_figures(finding.alone)]

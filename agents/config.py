@@ -70,6 +70,8 @@ class TrainConfig:
     """Where engine and learner compute."""
     eval_problems: int = 512
     """Held-out problems evaluated before and after, once at temperature 1 and once greedily; 0 leaves that out."""
+    eval_every: int = 0
+    """Evaluate on them during training, too, at temperature 1, after every so many steps; 0 leaves that out."""
     fp32_head: bool = True
     """Multiply the output head in fp32, in engine and learner alike; otherwise both do so in bf16."""
     force: bool = False
@@ -98,6 +100,7 @@ class TrainConfig:
             _at_least("max_tokens", self.max_tokens, 1)
         _at_least("seed", self.seed, 0)
         _at_least("eval_problems", self.eval_problems, 0)
+        _at_least("eval_every", self.eval_every, 0)
 
     @property
     def head(self) -> HeadDtype:

@@ -56,9 +56,11 @@ async def diagnose(batch: Batch, score: Score, scoring: Scoring, dtype: str) -> 
     scores = {candidate: await score(batch, candidate) for candidate in _candidates(batch)}
     own = scores[scoring] if scoring in scores else await score(batch, scoring)
     overall = measure(engine, own)
-    costs = {name: measure(scores[RIGHT], scores[wrong]) for name, wrong in MISTAKES.items() if wrong in scores}
     within = overall.within(dtype)
-    causes = [*_of_engine(engine, scores, within), *_of_learner(scoring, scores, within)]
+    of_engine = list(_of_engine(engine, scores, within))
+    causes = [*of_engine, *_of_learner(scoring, scores, within)]
+    right = scores[RIGHT] if of_engine else engine
+    costs = {name: measure(right, scores[wrong]) for name, wrong in MISTAKES.items() if wrong in scores}
     if not causes and not within:
         gap = "its log-probs are those of no distribution that we know"
         causes = [Cause("unexplained", gap, "see the inference path of `rlenv audit --full`", overall)]

@@ -58,7 +58,10 @@ class Learner(WeightSender, Protocol):
 
 
 class TrainLoop:
-    """One run of the loop. `on_step` is told of each step as soon as its weights are proven."""
+    """One run of the loop. `on_step` is told of each step as soon as its weights are proven.
+
+    What it returns is awaited before the next batch is taken: meanwhile rollouts go on, under these very weights.
+    """
 
     def __init__(
         self,
@@ -66,7 +69,7 @@ class TrainLoop:
         learner: Learner,
         rollout: Rollout,
         config: TrainConfig,
-        on_step: Callable[[StepRow], None],
+        on_step: Callable[[StepRow], Awaitable[None] | None],
     ) -> None:
         self.tally = Tally()
         self.buffer = GroupBuffer(
@@ -143,7 +146,8 @@ class TrainLoop:
                 learn_s=learned - taken,
                 update_s=time.perf_counter() - drained,
             )
-            self._on_step(row)
+            if (more := self._on_step(row)) is not None:
+                await more
             self._cycle_s = time.perf_counter() - began
 
     def _batch(self, groups: Sequence[Group], version: int) -> Batch:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import rlenv
 from rlenv.agents.config import TrainConfig
 from rlenv.agents.display import Display
-from rlenv.agents.evaluate import distinct_seeds, evaluate, held_out, training
+from rlenv.agents.evaluate import Evaluation, distinct_seeds, evaluate, held_out, training
 from rlenv.agents.gate import MAX_TOKENS, Scorer, audit, passage
 from rlenv.agents.loop import Learner, Rollout, TrainLoop
 from rlenv.agents.report import Report, RunResult
@@ -84,13 +84,15 @@ class Run:
             self._recorded(sampled, report) as rollout,
         ):
 
-            def on_step(row: StepRow) -> None:
+            async def on_step(row: StepRow) -> None:
                 report.step(row, loop.tally.summary())
                 self.display.step(row)
                 for sign in row.collapse:
                     self.display.phase(f"step {row.step}: sampling and learning part ways: {sign}")
                 if row.collapse and config.on_collapse == "stop":
                     raise CollapseError(row.collapse[0])
+                if config.eval_every and row.step % config.eval_every == 0:
+                    await self._evaluate_at(row.step, engine, report)
 
             loop = TrainLoop(engine, learner, rollout, config, on_step)
             try:
@@ -99,20 +101,24 @@ class Run:
                 report.update(loop.tally.summary())
 
     async def _evaluate(self, engine: Engine, report: Report, when: str) -> None:
-        config = self.config
-        if config.eval_problems == 0:
+        if self.config.eval_problems == 0:
             return
-        seeds = await asyncio.to_thread(distinct_seeds, config.task, config.eval_problems)
-        results = []
-        for temperature in (1.0, 0.0):
-            with self._rollouts(engine, self._agent(temperature), 1, held_out(config.task)) as rollout:
-                results.append(await evaluate(rollout, seeds))
-        sampled, greedy = results
+        sampled, greedy = [await self._evaluated(engine, temperature) for temperature in (1.0, 0.0)]
         report.evaluation(when, sampled, greedy)
         self.display.phase(
             f"held-out {when}: {sampled.accuracy:.3f} at temperature 1 (length {sampled.length:.1f}), "
             f"{greedy.accuracy:.3f} greedy, {sampled.problems} problems"
         )
+
+    async def _evaluate_at(self, step: int, engine: Engine, report: Report) -> None:
+        """Between two steps, by the weights of the first: the next ones wait."""
+        if self.config.eval_problems:
+            report.evaluation_at(step, await self._evaluated(engine, 1.0))
+
+    async def _evaluated(self, engine: Engine, temperature: float) -> Evaluation:
+        seeds = await asyncio.to_thread(distinct_seeds, self.config.task, self.config.eval_problems)
+        with self._rollouts(engine, self._agent(temperature), 1, held_out(self.config.task)) as rollout:
+            return await evaluate(rollout, seeds)
 
     @contextlib.contextmanager
     def _recorded(self, rollout: Rollout, report: Report) -> Iterator[Rollout]:
