@@ -28,6 +28,7 @@ from rlenv.agents.packing import Batch, FloatArray, pack
 from rlenv.agents.probes import ALONE, TOGETHER, Probes
 from rlenv.agents.sampler import Sampler
 from rlenv.bound import EngineBoundEnv
+from rlenv.engine.backend import Backend
 from rlenv.engine.vllm import VLLMEngine
 from rlenv.errors import GroupError
 from rlenv.models import default_model
