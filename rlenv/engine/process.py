@@ -48,7 +48,7 @@ class VLLMProcesses:
 
     @property
     def is_dead(self) -> bool:
-        return bool(self.llm.errored)
+        return bool(self.llm.errored) or not all(map(_runs, self.family))
 
     def fail_calls(self) -> None:
         """Let every call to vLLM fail, also those that wait: vLLM itself leaves some of them waiting for ever."""
