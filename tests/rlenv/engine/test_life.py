@@ -1,4 +1,4 @@
-"""The real engine's life: it starts, is cancelled, starved, killed and restarted, and leaves nothing behind."""
+"""The real engine's life: it starts, is cancelled, starved, killed, restarted and closed, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import pytest
 
 from benchmarks.faults import FaultyEngine, perturb
 from rlenv.engine.base import Manifest, WeightSyncClient
+from rlenv.engine.process import VLLMProcesses
 from rlenv.engine.transfer import update
 from rlenv.engine.transfer.sender import ModelSender
 from rlenv.engine.vllm import VLLMEngine
@@ -71,7 +72,7 @@ def learner() -> Learner:
 
 @pytest.fixture(scope="module")
 def mortal() -> Iterator[VLLMEngine]:
-    """An engine of this module's own, which its tests kill."""
+    """An engine of this module's own, which the tests that follow kill, revive and close, in their order."""
     with VLLMEngine(default_model(), device="cpu", max_model_len=256) as engine:
         yield engine
 
@@ -127,6 +128,22 @@ def test_a_sender_that_hangs_is_given_up_and_the_old_weights_serve_on(
     assert (completion.token_ids, vllm_engine.weight_version) == (greedy, version)
 
 
+def test_death_of_the_core_is_noticed_in_seconds_and_a_restart_clears_it_away(
+    mortal: VLLMEngine, learner: Learner
+) -> None:
+    requests = [mortal.submit(PROMPT, LONG) for _ in range(16)]
+    waiting = mortal.start(mortal._pause("wait", True))
+    former = _processes(mortal)
+    assert _remains(former)
+    _kill(mortal, "EngineCore")
+    _assert_all_die([*requests, waiting], pending=16)
+    _assert_dead(mortal)
+
+    assert mortal.restart_sync(learner).label == "0#2"
+    assert not _remains(former)
+    assert mortal.generate_sync(PROMPT, GREEDY).labels == {"0#2"}
+
+
 def test_a_death_in_an_update_fails_every_call_and_a_restart_brings_its_version_back(
     mortal: VLLMEngine, learner: Learner
 ) -> None:
@@ -139,9 +156,11 @@ def test_a_death_in_an_update_fails_every_call_and_a_restart_brings_its_version_
     waiter = mortal.start(mortal._proven(frozenset({"5"})))
     _assert_all_die([*requests, updating, waiter], pending=16)
     _assert_dead(mortal)
+    former = _processes(mortal)
 
     learner.hook = lambda: None
     report = mortal.restart_sync(learner, 5)
+    assert not _remains(former)
     assert (report.version, mortal.weight_version, mortal.in_flight) == (5, 5, 0)
     assert report.label in ("5", "5#2") and report.mismatch_max <= 1e-4
     completion = mortal.generate_sync(PROMPT, GREEDY)
@@ -151,36 +170,32 @@ def test_a_death_in_an_update_fails_every_call_and_a_restart_brings_its_version_
     assert mortal.update_weights_sync(learner, 6).label == "6"
 
 
-def test_death_of_the_core_is_noticed_in_seconds_and_close_leaves_no_process(mortal: VLLMEngine) -> None:
+def test_close_fails_what_waits_and_leaves_nothing(mortal: VLLMEngine) -> None:
     requests = [mortal.submit(PROMPT, LONG) for _ in range(16)]
-    waiting = mortal.start(mortal._pause("wait", True))
-    family = mortal._processes.family
-    _kill(mortal, "EngineCore")
-    _assert_all_die([*requests, waiting], pending=16)
-    _assert_dead(mortal)
+    while not any(mortal.progress().values()):
+        time.sleep(0.01)
+    processes = _processes(mortal)
     mortal.close()
+    for call in (*requests, mortal):
+        with pytest.raises(EngineError, match=f"engine '{mortal.model}' is closed") as error:
+            call.submit(PROMPT, GREEDY) if call is mortal else call.result(0)
+        assert not isinstance(error.value, EngineDeadError)
+    assert mortal.in_flight == 0 and not _remains(processes)
     mortal.close()
-    assert not any(map(_runs, family))
 
 
 SCRIPT = """
-import sys, time
+import time
 from rlenv.engine.vllm import VLLMEngine
 from rlenv.models import default_model
-from rlenv.types import Sample
 engine = VLLMEngine(default_model(), device="cpu", max_model_len=256)
-if sys.argv[1] == "generating":
-    futures = [engine.submit([9, 8, 7], Sample(max_tokens=240, ignore_eos=True)) for _ in range(64)]
-    while not any(engine.progress().values()):
-        time.sleep(0.01)
 print("ready", flush=True)
 time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("state", ["idle", "generating"])
-def test_a_killed_parent_leaves_no_process_and_no_shared_memory(state: str) -> None:
-    parent = subprocess.Popen([sys.executable, "-c", SCRIPT, state], stdout=subprocess.PIPE, text=True)
+def test_a_killed_parent_leaves_no_process_and_no_shared_memory() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
     family = psutil.Process(parent.pid).children(recursive=True)
     shared = {Path(area.path) for process in family for area in process.memory_maps() if "/dev/shm/" in area.path}
@@ -194,8 +209,20 @@ def test_a_killed_parent_leaves_no_process_and_no_shared_memory(state: str) -> N
 
 
 def _kill(engine: VLLMEngine, name: str) -> None:
-    core, worker = engine._processes.family[0], engine._processes.family[-1]
+    core, worker = _processes(engine).vital
     os.kill({"EngineCore": core, "Worker": worker}[name].pid, signal.SIGKILL)
+
+
+def _processes(engine: VLLMEngine) -> VLLMProcesses:
+    assert engine._processes is not None
+    return engine._processes
+
+
+def _remains(processes: VLLMProcesses) -> list[object]:
+    """What is left of an engine: processes, sockets, shared memory."""
+    assert len(processes.vital) == 2 and processes.shared
+    files = [Path(processes.sockets), *(Path("/dev/shm") / name for name in processes.shared)]
+    return [*filter(_runs, processes.family), *filter(Path.exists, files)]
 
 
 def _assert_all_die(calls: Sequence[Future[Any]], pending: int) -> None:
@@ -222,7 +249,7 @@ def _left(engine: VLLMEngine) -> tuple[int, int, int, bool]:
 
 
 def _memory(engine: VLLMEngine) -> int:
-    return sum(process.memory_info().rss for process in (*engine._processes.family, psutil.Process()))
+    return sum(process.memory_info().rss for process in (*_processes(engine).family, psutil.Process()))
 
 
 def _greedy(learner: Learner, prompt: tuple[int, ...]) -> tuple[int, ...]:
