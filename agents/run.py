@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -19,8 +20,9 @@ from rlenv.agents.display import Display
 from rlenv.agents.evaluate import distinct_seeds, evaluate, held_out, training
 from rlenv.agents.loop import Learner, Rollout, TrainLoop
 from rlenv.agents.report import Report, RunResult
+from rlenv.agents.revival import Revival
 from rlenv.agents.sampler import MakeAgent, Sampler
-from rlenv.agents.tally import StepRow
+from rlenv.agents.tally import StepRow, Tally
 from rlenv.bound import EngineBoundEnv
 from rlenv.engine.base import Engine
 from rlenv.rollout import Agent, EnvPool, rollout_group
@@ -54,13 +56,15 @@ class Run:
             async with self.open_parts(self.config) as (engine, learner):
                 self.display.phase(f"ready after {report.wall_s:.0f} s")
                 report.update({"status": "running"})
-                await self._evaluate(engine, report, "before")
-                await self._train(engine, learner, report)
-                await self._evaluate(engine, report, "after")
+                revival = Revival(engine, learner, Tally())
+                await self._evaluate(engine, revival, report, "before")
+                await self._train(engine, learner, revival, report)
+                await self._evaluate(engine, revival, report, "after")
+                report.update(revival.tally.summary())  # the last evaluation may have restarted the engine
                 await learner.save(report.folder.model)
             return report.done()
 
-    async def _train(self, engine: Engine, learner: Learner, report: Report) -> None:
+    async def _train(self, engine: Engine, learner: Learner, revival: Revival, report: Report) -> None:
         config = self.config
         agent = self._agent(config.temperature)
         with (
@@ -72,13 +76,13 @@ class Run:
                 report.step(row, loop.tally.summary())
                 self.display.step(row)
 
-            loop = TrainLoop(engine, learner, rollout, config, on_step)
+            loop = TrainLoop(engine, learner, rollout, config, on_step, revival)
             try:
                 await loop.run()
             finally:
                 report.update(loop.tally.summary())
 
-    async def _evaluate(self, engine: Engine, report: Report, when: str) -> None:
+    async def _evaluate(self, engine: Engine, revival: Revival, report: Report, when: str) -> None:
         config = self.config
         if config.eval_problems == 0:
             return
@@ -86,7 +90,7 @@ class Run:
         results = []
         for temperature in (1.0, 0.0):
             with self._rollouts(engine, self._agent(temperature), 1, held_out(config.task)) as rollout:
-                results.append(await evaluate(rollout, seeds))
+                results.append(await evaluate(_outliving(revival, rollout), seeds))
         sampled, greedy = results
         report.evaluation(when, sampled, greedy)
         self.display.phase(
@@ -126,3 +130,12 @@ class Run:
 
         with contextlib.closing(EnvPool(make)) as pool:
             yield roll
+
+
+def _outliving(revival: Revival, rollout: Rollout) -> Rollout:
+    """The same rollouts, each begun anew when the engine dies under it."""
+
+    async def roll(id: int, seed: int) -> Group:
+        return await revival.outlive(functools.partial(rollout, id, seed))
+
+    return roll
