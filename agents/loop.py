@@ -61,6 +61,7 @@ class TrainLoop:
     """One run of the loop. `on_step` is told of each step as soon as its weights are proven.
 
     What it returns is awaited before the next batch is taken: meanwhile rollouts go on, under these very weights.
+    `revival` is that of the whole run, if the engine serves others before or after the loop.
     """
 
     def __init__(
@@ -70,8 +71,10 @@ class TrainLoop:
         rollout: Rollout,
         config: TrainConfig,
         on_step: Callable[[StepRow], Awaitable[None] | None],
+        revival: Revival | None = None,
     ) -> None:
-        self.tally = Tally()
+        self._revival = revival or Revival(engine, learner, Tally())
+        self.tally = self._revival.tally
         self.buffer = GroupBuffer(
             config.steps,
             config.groups_per_step,
@@ -81,7 +84,6 @@ class TrainLoop:
         )
         self._engine, self._learner, self._rollout = engine, learner, rollout
         self._config, self._on_step = config, on_step
-        self._revival = Revival(engine, learner, self.tally)
         self._failed_in_a_row: list[Group] = []
         self._cycle_s = 0.0  # from one batch taken to the next
 

@@ -248,7 +248,11 @@ class VLLMEngine(EngineFaces):
         await self._abort(None)
 
     async def rpc(self, method: str, info: Any = None) -> None:
-        await self._llm.collective_rpc(method, kwargs=info)
+        try:
+            await self._llm.collective_rpc(method, kwargs=info)
+        except Exception:
+            self._notice_death()  # before the update takes it for an error of its own
+            raise
 
     async def set_label(self, label: str) -> None:
         await self._llm.update_weight_version(label)
