@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -15,7 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from benchmarks.faults import FaultyEngine
 from rlenv.engine.base import Engine, Manifest, TensorDigest, WeightSender, WeightSyncClient
 from rlenv.engine.scripted import Policy, ScriptedEngine
+from rlenv.engine.server import ServerEngine
+from rlenv.engine.serving import Server, serve
 from rlenv.engine.transfer.sender import ModelSender
+from rlenv.engine.vllm import VLLMEngine
 from rlenv.models import default_model
 from rlenv.render import Renderer
 
@@ -161,6 +165,35 @@ def vllm_engine() -> Iterator[FaultyEngine]:
 def vllm_case(vllm_engine: FaultyEngine) -> EngineCase:
     """The real engine under the contract; the sender sends the shipped weights again."""
     prompt = Renderer(vllm_engine.tokenizer).start([{"role": "user", "content": "What is 12+34?"}])
+    return EngineCase(vllm_engine, prompt, _sender_of(vllm_engine), underway_s=0.05)
+
+
+@pytest.fixture(scope="session")
+def vllm_server() -> Iterator[Server]:
+    """A real server of the shipped model, started once; its worker can be made to fail on purpose.
+
+    Each step takes 3 ms longer than it must: on a busy machine a call over HTTP may take as long as 100 quick ones.
+    """
+    extension = FaultyEngine.worker_extension
+    with serve(default_model(), device="cpu", max_model_len=256, token="secret", worker_extension=extension) as server:
+        httpx.post(f"{server.url}/collective_rpc", json={"method": "rlenv_slow", "args": ["0.003"]}).raise_for_status()
+        yield server
+
+
+@pytest.fixture(scope="session")
+def server_engine(vllm_server: Server) -> Iterator[ServerEngine]:
+    """The one client of that server."""
+    with ServerEngine(vllm_server.url, token=vllm_server.token) as engine:
+        yield engine
+
+
+@pytest.fixture
+def server_case(server_engine: ServerEngine) -> EngineCase:
+    """The engine behind HTTP under the contract; the sender sends the shipped weights again."""
+    prompt = Renderer(server_engine.tokenizer).start([{"role": "user", "content": "What is 12+34?"}])
+    return EngineCase(server_engine, prompt, _sender_of(server_engine), underway_s=0.15)
+
+
+def _sender_of(engine: VLLMEngine | ServerEngine) -> ModelSender:
     model = AutoModelForCausalLM.from_pretrained(default_model(), dtype=torch.float32)
-    sender = ModelSender(model, backend=vllm_engine.transport, dtype=vllm_engine.dtype)
-    return EngineCase(vllm_engine, prompt, sender, underway_s=0.05)
+    return ModelSender(model, backend=engine.transport, dtype=engine.dtype)

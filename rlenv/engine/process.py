@@ -147,6 +147,12 @@ def check_plugin() -> None:
         raise EngineError(f"VLLM_PLUGINS={allowed!r} keeps rlenv's plug-in out: add 'rlenv' to it")
 
 
+def server_environment(extra: dict[str, str]) -> dict[str, str]:
+    """The whole environment of a vLLM server that this process starts."""
+    with _children_environment(extra):
+        return _DEFAULTS | dict(os.environ)
+
+
 def _family(cores: set[BaseProcess]) -> tuple[psutil.Process, ...]:
     family: list[psutil.Process] = []
     for core in cores:
