@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -176,19 +177,34 @@ def vllm_server() -> Iterator[Server]:
     """
     extension = FaultyEngine.worker_extension
     with serve(default_model(), device="cpu", max_model_len=256, token="secret", worker_extension=extension) as server:
-        httpx.post(f"{server.url}/collective_rpc", json={"method": "rlenv_slow", "args": ["0.003"]}).raise_for_status()
+        call_worker(server.url, "rlenv_slow", "0.003")
         yield server
 
 
+class FaultyServerEngine(ServerEngine):
+    """The client, whose server's worker can be broken."""
+
+    broken: str | None = None
+
+    async def break_worker(self, how: str = "", tensor: str = "") -> None:
+        await asyncio.to_thread(call_worker, self.url, "rlenv_break", how, tensor)
+
+
+def call_worker(url: str, method: str, *arguments: str) -> None:
+    """Call a method of a server's worker."""
+    body = {"method": method, "args": arguments}
+    httpx.post(f"{url}/collective_rpc", json=body, timeout=30).raise_for_status()
+
+
 @pytest.fixture(scope="session")
-def server_engine(vllm_server: Server) -> Iterator[ServerEngine]:
+def server_engine(vllm_server: Server) -> Iterator[FaultyServerEngine]:
     """The one client of that server."""
-    with ServerEngine(vllm_server.url, token=vllm_server.token) as engine:
+    with FaultyServerEngine(vllm_server.url, token=vllm_server.token) as engine:
         yield engine
 
 
 @pytest.fixture
-def server_case(server_engine: ServerEngine) -> EngineCase:
+def server_case(server_engine: FaultyServerEngine) -> EngineCase:
     """The engine behind HTTP under the contract; the sender sends the shipped weights again."""
     prompt = Renderer(server_engine.tokenizer).start([{"role": "user", "content": "What is 12+34?"}])
     return EngineCase(server_engine, prompt, _sender_of(server_engine), underway_s=0.15)

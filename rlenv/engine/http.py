@@ -70,11 +70,10 @@ class Routes:
             try:
                 answer = await self._client.request(method, route, json=body, params=params, timeout=timeout)
                 break
-            except httpx.TimeoutException as error:
-                limit = CONNECT_S if isinstance(error, httpx.ConnectTimeout) else timeout_s
-                raise EngineDeadError(f"{what} was not answered within {limit:g} s") from None
             except httpx.TransportError as error:
-                unsent = isinstance(error, httpx.ConnectError)
+                unsent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+                if isinstance(error, httpx.TimeoutException) and not unsent:
+                    raise EngineDeadError(f"{what} was not answered within {timeout_s:g} s") from None
                 if pause is None or not (unsent or again):
                     how = "found no server" if unsent else "was broken off"
                     raise await self._lost(f"{what} {how}: {error or type(error).__name__}") from None

@@ -30,11 +30,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
 
 @pytest.fixture
 def connect(fake: FakeServer) -> Iterator[Callable[..., ServerEngine]]:
-    """`connect(**options)` gives an engine of the made-up server, closed at the end."""
+    """`connect(**options)` gives an engine of the made-up server, closed at the end; a busy machine is no hang."""
     engines: list[ServerEngine] = []
 
     def start(**options: Any) -> ServerEngine:
-        engines.append(ServerEngine(fake.url, timeout_s=0.5, **options))
+        engines.append(ServerEngine(fake.url, **{"timeout_s": 10.0, **options}))
         return engines[-1]
 
     yield start
@@ -113,11 +113,11 @@ def test_server_that_is_found_paused_is_not_taken_over(fake: FakeServer, connect
 def test_server_that_hangs_ends_every_call_and_names_the_route(
     fake: FakeServer, connect: Callable[..., ServerEngine]
 ) -> None:
-    engine = connect()
+    engine = connect(timeout_s=2.0)
     fake.hangs |= {GENERATE, "/pause"}
     waiting = engine.submit(PROMPT, SHORT)
     assert soon(lambda: fake.calls[GENERATE] == 1)
-    with pytest.raises(EngineDeadError, match=rf"POST {fake.url}/pause was not answered within 0.5 s"):
+    with pytest.raises(EngineDeadError, match=rf"POST {fake.url}/pause was not answered within 2 s"):
         engine.pause_sync()
     with pytest.raises(EngineDeadError, match="1 requests were pending"):
         waiting.result(1)
@@ -128,9 +128,9 @@ def test_server_that_hangs_ends_every_call_and_names_the_route(
 def test_server_that_hangs_while_it_generates_is_noticed(
     fake: FakeServer, connect: Callable[..., ServerEngine]
 ) -> None:
-    engine = connect()
+    engine = connect(timeout_s=2.0)
     fake.hangs.add("*")
-    with pytest.raises(EngineDeadError, match=r"was not answered within 0\.5 s"):
+    with pytest.raises(EngineDeadError, match=r"was not answered within 2 s"):
         engine.submit(PROMPT, SHORT).result(5)
 
 
@@ -198,7 +198,7 @@ def test_server_that_dies_during_an_update_ends_it_in_seconds(
 def test_server_that_hangs_in_a_transfer_ends_it_and_the_senders_thread(
     fake: FakeServer, connect: Callable[..., ServerEngine]
 ) -> None:
-    engine = connect()
+    engine = connect(timeout_s=2.0)
     sender = _Noting()
     fake.hangs |= {"/update_weights", "/health", "/resume"}
     with pytest.raises(EngineDeadError, match="/health was not answered"):
