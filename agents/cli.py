@@ -1,6 +1,6 @@
-"""The command line goes in, an exit status comes out: `rlenv train`, `rlenv demo`, `rlenv replay`, `rlenv list`.
+"""The command line goes in, an exit status comes out: `rlenv train`, `demo`, `replay`, `list`, `serve`, `verify-sync`.
 
-0 done · 1 the run failed, or a replay differs · 2 what was typed cannot work · 130 Ctrl-C
+0 done · 1 the run failed, or what was compared differs · 2 what was typed cannot work · 130 Ctrl-C
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from rlenv.agents.run import Run, RunLearner
 from rlenv.agents.terminal import Terminal, output_to
 from rlenv.agents.transcript import show_replay
 from rlenv.engine.base import Engine
+from rlenv.engine.serving import serve_until_ended
+from rlenv.engine.verify import verify_sync
 from rlenv.errors import ConfigError, EngineError
 
 DEMO = TrainConfig("math-v0", steps=60, run_dir="runs/demo")
@@ -38,7 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.path.insert(0, os.getcwd())
     try:
         status = tyro.extras.subcommand_cli_from_dict(
-            {"train": train, "demo": demo, "audit": audit, "replay": replay, "list": list_tasks},
+            {
+                "train": train,
+                "demo": demo,
+                "audit": audit,
+                "replay": replay,
+                "list": list_tasks,
+                "serve": serve_until_ended,
+                "verify-sync": verify_sync,
+            },
             prog="rlenv",
             description="Reinforcement learning of language models on one shared rollout engine.",
             args=arguments,
