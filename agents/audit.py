@@ -85,6 +85,7 @@ def audit(config: AuditConfig) -> AuditResult:
 
 async def audit_parts(engine: VLLMEngine, learner: Learner, config: AuditConfig) -> AuditResult:
     """Audit these two, which hold the same weights now, and hold them again in the end."""
+    learner.version = engine.weight_version
     probes = Probes(engine, learner, config.seed)
     before = {name: value.clone() for name, value in learner.model.state_dict().items()}
     batch = await _sampled(engine, config)
@@ -188,7 +189,7 @@ async def _sampled(engine: VLLMEngine, config: AuditConfig) -> Batch:
             )
             if not any(group.trajectories for group in groups):
                 raise GroupError(f"every rollout of {config.task} failed: {groups[0].failures[0].message}")
-    return pack(score(groups), version=0)
+    return pack(score(groups), version=engine.weight_version)
 
 
 def learner_of(config: AuditConfig, engine: VLLMEngine) -> Learner:

@@ -20,6 +20,7 @@ from rlenv.agents.audit import AuditResult, audit_parts, learner_of
 from rlenv.agents.audit_config import AuditConfig
 from rlenv.agents.hardware import hardware, versions
 from rlenv.agents.learner_types import Scoring
+from rlenv.agents.probes import Probes
 from rlenv.engine.backend import Backend
 from rlenv.engine.vllm import VLLMEngine
 from rlenv.models import default_model
@@ -38,11 +39,10 @@ class Case:
 
 
 RIGHT = Case("nothing", ())
+RAW = Backend(logprobs="raw")
 CASES = (
-    Case(
-        "raw log-probs, temperature 0.6", ("raw log-probs",), {"temperature": 0.6, "backend": Backend(logprobs="raw")}
-    ),
-    Case("raw log-probs, top-p 0.8", ("top-p, top-k",), {"top_p": 0.8, "backend": Backend(logprobs="raw")}),
+    Case("raw log-probs, temperature 0.6", ("raw log-probs",), {"temperature": 0.6, "backend": RAW}),
+    Case("raw log-probs, top-p 0.8", ("top-p, top-k",), {"top_p": 0.8, "backend": RAW}),
     Case("top-p 0.8, whole vocabulary", ("learner's top-p, top-k",), {"top_p": 0.8, "scoring": Scoring(support=False)}),
     Case("top-k 20, whole vocabulary", ("learner's top-p, top-k",), {"top_k": 20, "scoring": Scoring(support=False)}),
     Case(
@@ -66,9 +66,15 @@ def audited(engine: VLLMEngine, config: AuditConfig) -> AuditResult:
     """Audit `engine` as if it had been started with `config.backend`, as far as that can be changed later."""
     assert all(getattr(engine.backend, name) == getattr(config.backend, name) for name in STARTED)
     before = engine.salted, engine.proof
-    engine.salted, engine.proof = config.backend.salted, config.backend.proof
+    learner = learner_of(config, engine)
+
+    async def run() -> AuditResult:
+        await Probes(engine, learner).update("keep", True)
+        engine.salted, engine.proof = config.backend.salted, config.backend.proof
+        return await audit_parts(engine, learner, config)
+
     try:
-        return asyncio.run(audit_parts(engine, learner_of(config, engine), config))
+        return asyncio.run(run())
     finally:
         engine.salted, engine.proof = before
 
