@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rlenv.agents.corrections import BUCKETS, RatioTable, buckets
+from rlenv.agents.exact import ExactPolicy
 from rlenv.agents.learner_types import LearnerConfig, LossConfig, StepMetrics
 from rlenv.agents.losses import TokenLosses, multi_step_loss, one_step_loss
 from rlenv.agents.packing import Batch, MicroBatch, micro_batches, rows_to_score
@@ -41,7 +42,7 @@ class Learner:
         self.version = 0
         self.model = model or AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
         self._accelerator = Accelerator(cpu=config.device == "cpu", mixed_precision=config.mixed_precision)
-        policy = Policy(self.model, fp32_head=config.fp32_head)
+        policy = ExactPolicy(self.model) if config.engine_ops else Policy(self.model, fp32_head=config.fp32_head)
         optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
         self._policy, self._optimizer = self._accelerator.prepare(policy, optimizer)
         self._optimizer_steps = 0

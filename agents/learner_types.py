@@ -34,6 +34,7 @@ class LearnerConfig:
     `model` is a folder or an id that transformers loads. `lr` rises linearly over the first `warmup_steps`
     optimizer steps, then stays. One update makes `minibatches` optimizer steps, each on its own share of
     the rows. `micro_batch_tokens` bounds the padded ids in one forward. `threads` are torch's, on a CPU.
+    `engine_ops`, on a GPU, computes log-probs by the kernels of a batch-invariant bf16 engine (`rlenv.agents.exact`).
     `sender` ("module:class") moves the weights to the engine by `transfer_backend`, in `transfer_dtype`.
     """
 
@@ -41,6 +42,7 @@ class LearnerConfig:
     device: Literal["cpu", "cuda"] = "cpu"
     mixed_precision: Literal["no", "bf16"] = "no"
     fp32_head: bool = True
+    engine_ops: bool = False
     lr: float = 1e-5
     warmup_steps: int = 0
     weight_decay: float = 0.0
@@ -61,6 +63,10 @@ class LearnerConfig:
                 raise ConfigError(f"{name} {value} must be above 0")
         if self.warmup_steps < 0:
             raise ConfigError(f"warmup_steps {self.warmup_steps} must be at least 0")
+        if self.engine_ops and self.device == "cpu":
+            raise ConfigError("engine_ops needs a GPU of compute capability 9.0: leave it out with device='cpu'")
+        if self.engine_ops and not self.fp32_head:
+            raise ConfigError("engine_ops needs fp32_head=True: the engine's head is in fp32")
 
 
 @dataclass(frozen=True, slots=True)
