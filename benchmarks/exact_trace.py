@@ -53,6 +53,7 @@ class TraceExtension(ProofExtension):
         about = [
             f"runner {type(self.model_runner).__module__}",
             f"attention {type(attention).__name__} {getattr(attention, 'vllm_flash_attn_version', '?')}",
+            f"cache blocks of {self.model_runner.vllm_config.cache_config.block_size} positions",
         ]
         torch.save({"calls": self._trace_calls, "table": tables[0].cpu(), "about": about}, path)
 

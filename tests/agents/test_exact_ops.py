@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,7 @@ class Attention(nn.Module):
 def test_a_worker_records_results_before_later_modules_change_them(tmp_path: Path) -> None:
     class Runner:
         model = Attention()
+        vllm_config = SimpleNamespace(cache_config=SimpleNamespace(block_size=16))
 
         def get_model(self) -> Attention:
             return self.model
@@ -124,7 +126,9 @@ def test_a_worker_records_results_before_later_modules_change_them(tmp_path: Pat
         worker.model_runner.model(torch.zeros(rows, 1))
     worker.rlenv_traced(str(tmp_path / "trace"))
     worker.model_runner.model(torch.zeros(1, 1))  # no longer recorded
-    calls = torch.load(tmp_path / "trace")["calls"]
+    trace = torch.load(tmp_path / "trace")
+    assert "cache blocks of 16 positions" in trace["about"]
+    calls = trace["calls"]
     values = {name: [[tensor.tolist() for tensor in call] for call in recorded] for name, recorded in calls.items()}
     assert values == {
         "qkv_proj": [[[[1.0], [1.0]]], [[[1.0]]]],
