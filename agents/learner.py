@@ -70,7 +70,7 @@ class Learner:
 
     @torch.inference_mode()
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probs [n - 1] of ids 1..n-1 of each sequence, at temperature 1, all in fp32: no autocast."""
+        """Log-probs [n - 1] of ids 1..n-1 of each sequence, at temperature 1; fp32 or `engine_ops`, no autocast."""
         long_enough = [number for number, ids in enumerate(sequences) if len(ids) > 1]
         result: list[list[float]] = [[] for _ in sequences]
         if not long_enough:
