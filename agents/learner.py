@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rlenv.agents.corrections import BUCKETS, RatioTable, buckets
+from rlenv.agents.exact import ExactPolicy
 from rlenv.agents.learner_types import LearnerConfig, LossConfig, Scoring, StepMetrics
 from rlenv.agents.losses import TokenLosses, multi_step_loss, one_step_loss
 from rlenv.agents.packing import Batch, FloatArray, MicroBatch, micro_batches, rows_to_score
@@ -42,7 +43,7 @@ class Learner:
         self.version = 0
         self.model = model or AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
         self._accelerator = Accelerator(cpu=config.device == "cpu", mixed_precision=config.mixed_precision)
-        policy = Policy(self.model, config.scoring)
+        policy = ExactPolicy(self.model) if config.engine_ops else Policy(self.model, config.scoring)
         optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
         self._policy, self._optimizer = self._accelerator.prepare(policy, optimizer)
         self._optimizer_steps = 0
@@ -88,7 +89,7 @@ class Learner:
 
     @torch.inference_mode()
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probs [n - 1] of ids 1..n-1 of each sequence, at temperature 1, all in fp32: no autocast."""
+        """Log-probs [n - 1] of ids 1..n-1 of each sequence, at temperature 1; fp32 or `engine_ops`, no autocast."""
         long_enough = [number for number, ids in enumerate(sequences) if len(ids) > 1]
         result: list[list[float]] = [[] for _ in sequences]
         if not long_enough:

@@ -49,6 +49,7 @@ class LearnerConfig:
     `model` is a folder or an id that transformers loads. `lr` rises linearly over the first `warmup_steps`
     optimizer steps, then stays. One update makes `minibatches` optimizer steps, each on its own share of
     the rows. `micro_batch_tokens` bounds the padded ids in one forward. `threads` are torch's, on a CPU.
+    `engine_ops`, on a GPU, computes log-probs by the kernels of a batch-invariant bf16 engine (`rlenv.agents.exact`).
     `sender` ("module:class") moves the weights to the engine by `transfer_backend`, in `transfer_dtype`.
     """
 
@@ -56,6 +57,7 @@ class LearnerConfig:
     device: Literal["cpu", "cuda"] = "cpu"
     mixed_precision: Literal["no", "bf16"] = "no"
     scoring: Scoring = field(default_factory=Scoring)
+    engine_ops: bool = False
     lr: float = 1e-5
     warmup_steps: int = 0
     weight_decay: float = 0.0
@@ -76,6 +78,10 @@ class LearnerConfig:
                 raise ConfigError(f"{name} {value} must be above 0")
         if self.warmup_steps < 0:
             raise ConfigError(f"warmup_steps {self.warmup_steps} must be at least 0")
+        if self.engine_ops and self.device == "cpu":
+            raise ConfigError("engine_ops needs a GPU of compute capability 9.0: leave it out with device='cpu'")
+        if self.engine_ops and self.scoring != Scoring():
+            raise ConfigError("engine_ops computes what a right engine does: leave scoring as it is by default")
 
 
 @dataclass(frozen=True, slots=True)
