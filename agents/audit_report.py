@@ -67,9 +67,7 @@ def _table(result: AuditResult) -> Table:
     for finding in sorted(result.findings, key=lambda finding: _LAYERS.index(finding.layer)):
         figures = [*_figures(finding.here), *_figures(finding.alone)]
         style = "bold red" if finding.blamed else ""
-        table.add_row(
-            finding.layer if finding.layer != layer else "", finding.cause, *figures, finding.mend, style=style
-        )
+        table.add_row(finding.layer if finding.layer != layer else "", finding.cause, *figures, style=style)
         layer = finding.layer
     return table
 

@@ -50,8 +50,8 @@ STAGES = (
     Stage("reference", settings={"mode": "sync"}),
     Stage("naive", _NAIVE, settings={"clear_cache": False}),
     Stage("+ processed log-probs", replace(_NAIVE, logprobs="processed"), settings={"clear_cache": False}),
-    Stage("+ caches cleared at a swap", replace(_NAIVE, logprobs="processed", salted=True, proof=True)),
-    Stage("+ fp32 output head: right"),
+    Stage("+ caches cleared at a swap", replace(_NAIVE, logprobs="processed", salted=True)),
+    Stage("+ fp32 output head, proof: right"),
 )
 
 
