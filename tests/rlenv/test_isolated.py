@@ -126,6 +126,7 @@ def test_closing_twice_leaves_no_process(env: gymnasium.Env[str, Any]) -> None:
         env.step("ok")
 
 
+@pytest.mark.slow
 def test_hanging_slots_of_a_vector_are_flagged_and_the_others_step_on() -> None:
     envs = rlenv.make_vec("tests/obedient-v0", 16, step_timeout_s=2.0)
     envs.reset(seed=0)
@@ -177,6 +178,7 @@ def test_a_hanging_reset_is_a_failure_of_that_episode_alone(scripted: Scripted) 
     env.close()
 
 
+@pytest.mark.slow
 def test_a_killed_parent_leaves_no_spinning_worker(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(
