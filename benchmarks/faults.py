@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import copy
 import json
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.hardware import hardware, versions
+from rlenv.agents.hardware import hardware, versions
 from rlenv.engine.base import Manifest, PauseMode, WeightSyncClient
 from rlenv.engine.transfer.digest import tensor_digest
-from rlenv.engine.transfer.proof import MAX_ABS_FP32, MEAN_ABS_HALF, canary_prompt
 from rlenv.engine.transfer.sender import ModelSender, Weights
+from rlenv.engine.transfer.sensitivity import canary_limits, fingerprint_limit
 from rlenv.engine.transfer.worker import ProofExtension
 from rlenv.engine.vllm import VLLMEngine
 from rlenv.errors import RlenvError, WeightUpdateError
@@ -95,6 +95,16 @@ class FaultExtension(ProofExtension):
             engine.receive_weights = _half(engine.receive_weights)
         elif how == "corrupts":
             engine.finish_weight_update = _corrupting(engine.finish_weight_update, tensor, module.saved)
+
+    def rlenv_slow(self, seconds: str) -> None:
+        """Let each step of the engine take so much longer, so that what is to happen in mid-generation does."""
+        execute = self.model_runner.execute_model
+
+        def slowly(*arguments: Any, **options: Any) -> Any:
+            time.sleep(float(seconds))
+            return execute(*arguments, **options)
+
+        self.model_runner.execute_model = slowly
 
 
 class FaultyEngine(VLLMEngine):
@@ -253,14 +263,8 @@ def perturb(model: Any, seed: int, size: float = 1e-3) -> None:
 
 
 def smallest_errors(model: Any) -> dict[str, dict[str, float]]:
-    """By dtype: the least relative error of one tensor that the canaries alone would catch, and a fingerprint's.
-
-    Fingerprints see one flipped bit of one weight, whatever the dtype; its size is the dtype's spacing at 1.
-    """
-    return {
-        "float32": {"fingerprint": 2.0**-23, **_canary_limits(model, torch.float32)},
-        "bfloat16": {"fingerprint": 2.0**-7, **_canary_limits(model, torch.bfloat16)},
-    }
+    """By dtype: the least relative error of one tensor that the canaries alone would catch, and a fingerprint's."""
+    return {str(dtype).removeprefix("torch."): _smallest(model, dtype) for dtype in (torch.float32, torch.bfloat16)}
 
 
 DEADLINE_S = 60.0
@@ -293,28 +297,9 @@ async def _serves(engine: FaultyEngine) -> bool:
     return True
 
 
-def _canary_limits(model: Any, dtype: torch.dtype) -> dict[str, float]:
-    """The least relative noise on each kind of tensor at which the canaries' verdict turns."""
-    model = copy.deepcopy(model).to(dtype)
-    ids = [canary_prompt(model.config.vocab_size, 144)]
-    sender = ModelSender(model, backend="shm", dtype=str(dtype).removeprefix("torch."))
-    right = torch.tensor(sender.logprobs(ids)[0])
-    limits = {}
-    for kind, name in KINDS.items():
-        parameter = model.get_parameter(name)
-        whole = parameter.detach().clone()
-        noise = torch.randn(whole.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-        size = 1.0
-        while size > 1e-9:
-            parameter.data.copy_(whole * (1 + size * noise))
-            gap = (torch.tensor(sender.logprobs(ids)[0]) - right).abs()
-            caught = gap.max() > MAX_ABS_FP32 if dtype == torch.float32 else gap.mean() > MEAN_ABS_HALF
-            if not caught:
-                break
-            size /= 2
-        limits[kind] = size * 2
-        parameter.data.copy_(whole)
-    return limits
+def _smallest(model: Any, dtype: torch.dtype) -> dict[str, float]:
+    limits = canary_limits(model, dtype, KINDS.values())
+    return {"fingerprint": fingerprint_limit(dtype), **{kind: limits[name] for kind, name in KINDS.items()}}
 
 
 def _flip_lowest_bit(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,11 @@
 """Swap weights in mid-generation and check every token against a fresh engine that holds the new weights.
 
-    python -m benchmarks.swap --device cpu --out swap.json
+    python -m benchmarks.swap --device cpu --engine vllm --out swap.json
 
-The scenario of vLLM's public asynchronous RL example: 13 greedy prompts are in flight; once one has sampled
-`--threshold` tokens the engine is paused (keep), other weights are transferred, it resumes, and each request ends
-on the new weights. A fresh engine that loaded those weights from disk is then given each prompt with its old tokens
-and has to sample the same continuation, token for token.
+The scenario of vLLM's public asynchronous RL example: 13 greedy prompts are in flight; once a request beside them has
+sampled its `--threshold` tokens the engine is paused (keep), other weights are transferred, it resumes, and each
+request ends on the new weights. A fresh engine that loaded those weights from disk is then given each prompt with its
+old tokens and has to sample the same continuation, token for token.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.hardware import hardware, versions
-from rlenv.engine.base import UpdateReport
+from rlenv.agents.hardware import hardware, versions
+from rlenv.engine.base import Engine, UpdateReport
+from rlenv.engine.server import ServerEngine
+from rlenv.engine.serving import serve
 from rlenv.engine.transfer.sender import ModelSender
 from rlenv.engine.vllm import VLLMEngine
 from rlenv.models import default_model
@@ -38,6 +41,13 @@ SHAPES = {
         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936,
     },
 }  # fmt: skip
+
+
+class SwapEngine(Engine, Protocol):
+    """An engine that says how a sender reaches it."""
+
+    transport: str
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -92,17 +102,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def run(arguments: argparse.Namespace, old: str, new: str) -> tuple[list[Swap], UpdateReport]:
     """Generate on `old`, swap to `new` in mid-generation, and generate the same continuations on a fresh engine."""
     greedy = Sample(temperature=0.0, max_tokens=arguments.tokens, ignore_eos=True)
-    with start_engine(arguments, old) as engine:
+    with ENGINES[arguments.engine](arguments, old) as engine:
         prompts = _prompts(engine)
         unswapped = await _generate(engine, prompts, greedy)
         sender = ModelSender(_load(new, arguments), backend=engine.transport, dtype=engine.dtype)
         requests = [asyncio.create_task(engine.generate(p, greedy, request_id=f"r{i}")) for i, p in enumerate(prompts)]
-        while max(engine.progress().values(), default=0) < arguments.threshold:  # noqa: ASYNC110 - a count, no event
-            await asyncio.sleep(0.002)
+        await engine.generate(prompts[0], replace(greedy, max_tokens=arguments.threshold))
         await engine.pause("keep")
         report = await engine.update_weights(sender, 1)  # resumes, too
         completions = await asyncio.gather(*requests)
-    with start_engine(arguments, new) as engine:
+    with ENGINES[arguments.engine](arguments, new) as engine:
         split = [_split(completion) for completion in completions]
         continued = [
             engine.generate(prompt + list(before), Sample(temperature=0.0, max_tokens=len(after), ignore_eos=True))
@@ -115,8 +124,22 @@ async def run(arguments: argparse.Namespace, old: str, new: str) -> tuple[list[S
     ], report
 
 
-def start_engine(arguments: argparse.Namespace, model: str) -> VLLMEngine:
-    return VLLMEngine(model, device=arguments.device, max_model_len=1024, batch_invariant=arguments.device == "cuda")
+@contextmanager
+def in_process(arguments: argparse.Namespace, model: str) -> Iterator[VLLMEngine]:
+    with VLLMEngine(model, **_settings(arguments)) as engine:
+        yield engine
+
+
+@contextmanager
+def over_http(arguments: argparse.Namespace, model: str) -> Iterator[ServerEngine]:
+    with serve(model, **_settings(arguments)) as server, ServerEngine(server.url) as engine:
+        yield engine
+
+
+ENGINES: dict[str, Callable[[argparse.Namespace, str], AbstractContextManager[SwapEngine]]] = {
+    "vllm": in_process,
+    "server": over_http,
+}
 
 
 def make_model(folder: str, arguments: argparse.Namespace, seed: int) -> str:
@@ -153,11 +176,15 @@ def summarise(arguments: argparse.Namespace, swaps: Sequence[Swap], report: Upda
     }
 
 
-async def _generate(engine: VLLMEngine, prompts: Sequence[Sequence[int]], sample: Sample) -> list[Completion]:
+def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {"device": arguments.device, "max_model_len": 1024, "batch_invariant": arguments.device == "cuda"}
+
+
+async def _generate(engine: Engine, prompts: Sequence[Sequence[int]], sample: Sample) -> list[Completion]:
     return list(await asyncio.gather(*(engine.generate(prompt, sample) for prompt in prompts)))
 
 
-def _prompts(engine: VLLMEngine) -> list[list[int]]:
+def _prompts(engine: Engine) -> list[list[int]]:
     renderer = Renderer(engine.tokenizer)
     return [renderer.start([{"role": "user", "content": question}]) for question in QUESTIONS]
 
@@ -184,9 +211,10 @@ def _dtype(arguments: argparse.Namespace) -> Any:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.swap", description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--engine", choices=tuple(ENGINES), default="vllm", help="in process, or behind HTTP")
     parser.add_argument("--shape", choices=tuple(SHAPES), default=None, help="default: tiny on a CPU, 0.6b on a GPU")
     parser.add_argument("--tokens", type=int, default=200, help="tokens a request")
-    parser.add_argument("--threshold", type=int, default=40, help="swap once one request has sampled so many")
+    parser.add_argument("--threshold", type=int, default=40, help="swap once a request beside them has sampled so many")
     parser.add_argument("--std", type=float, default=None, help="of the random weights; default: 0.08 tiny, 0.03 0.6b")
     parser.add_argument("--out", help="where the JSON goes")
     arguments = parser.parse_args(argv)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -15,7 +17,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from benchmarks.faults import FaultyEngine
 from rlenv.engine.base import Engine, Manifest, TensorDigest, WeightSender, WeightSyncClient
 from rlenv.engine.scripted import Policy, ScriptedEngine
+from rlenv.engine.server import ServerEngine
+from rlenv.engine.serving import Server, serve
 from rlenv.engine.transfer.sender import ModelSender
+from rlenv.engine.vllm import VLLMEngine
 from rlenv.models import default_model
 from rlenv.render import Renderer
 
@@ -161,6 +166,50 @@ def vllm_engine() -> Iterator[FaultyEngine]:
 def vllm_case(vllm_engine: FaultyEngine) -> EngineCase:
     """The real engine under the contract; the sender sends the shipped weights again."""
     prompt = Renderer(vllm_engine.tokenizer).start([{"role": "user", "content": "What is 12+34?"}])
+    return EngineCase(vllm_engine, prompt, _sender_of(vllm_engine), underway_s=0.05)
+
+
+@pytest.fixture(scope="session")
+def vllm_server() -> Iterator[Server]:
+    """A real server of the shipped model, started once; its worker can be made to fail on purpose.
+
+    Each step takes 3 ms longer than it must: on a busy machine a call over HTTP may take as long as 100 quick ones.
+    """
+    extension = FaultyEngine.worker_extension
+    with serve(default_model(), device="cpu", max_model_len=256, token="secret", worker_extension=extension) as server:
+        call_worker(server.url, "rlenv_slow", "0.003")
+        yield server
+
+
+class FaultyServerEngine(ServerEngine):
+    """The client, whose server's worker can be broken."""
+
+    broken: str | None = None
+
+    async def break_worker(self, how: str = "", tensor: str = "") -> None:
+        await asyncio.to_thread(call_worker, self.url, "rlenv_break", how, tensor)
+
+
+def call_worker(url: str, method: str, *arguments: str) -> None:
+    """Call a method of a server's worker."""
+    body = {"method": method, "args": arguments}
+    httpx.post(f"{url}/collective_rpc", json=body, timeout=30).raise_for_status()
+
+
+@pytest.fixture(scope="session")
+def server_engine(vllm_server: Server) -> Iterator[FaultyServerEngine]:
+    """The one client of that server."""
+    with FaultyServerEngine(vllm_server.url, token=vllm_server.token) as engine:
+        yield engine
+
+
+@pytest.fixture
+def server_case(server_engine: FaultyServerEngine) -> EngineCase:
+    """The engine behind HTTP under the contract; the sender sends the shipped weights again."""
+    prompt = Renderer(server_engine.tokenizer).start([{"role": "user", "content": "What is 12+34?"}])
+    return EngineCase(server_engine, prompt, _sender_of(server_engine), underway_s=0.15)
+
+
+def _sender_of(engine: VLLMEngine | ServerEngine) -> ModelSender:
     model = AutoModelForCausalLM.from_pretrained(default_model(), dtype=torch.float32)
-    sender = ModelSender(model, backend=vllm_engine.transport, dtype=vllm_engine.dtype)
-    return EngineCase(vllm_engine, prompt, sender, underway_s=0.05)
+    return ModelSender(model, backend=engine.transport, dtype=engine.dtype)

@@ -176,6 +176,12 @@ def check_plugin() -> None:
         raise EngineError(f"VLLM_PLUGINS={allowed!r} keeps rlenv's plug-in out: add 'rlenv' to it")
 
 
+def server_environment(extra: dict[str, str]) -> dict[str, str]:
+    """The whole environment of a vLLM server that this process starts."""
+    with _children_environment(extra):
+        return _DEFAULTS | dict(os.environ)
+
+
 def family_of(cores: Iterable[int | None]) -> tuple[tuple[psutil.Process, ...], tuple[psutil.Process, ...]]:
     """All processes of the engines whose cores have these ids, and those among them that are vital."""
     family: list[psutil.Process] = []

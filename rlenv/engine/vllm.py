@@ -7,26 +7,24 @@ their own. Weight updates are carried out and proven by `transfer.update`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 import itertools
 import os
-from pathlib import Path
 from typing import Any
 
+from rlenv.engine.backend import Backend
 from rlenv.engine.base import PauseMode, UpdateReport, WeightSender
 from rlenv.engine.faces import EngineFaces
 from rlenv.engine.process import VLLMProcesses, VLLMStart, check_plugin
+from rlenv.engine.requests import canary_fields, canary_length, finish_reason, sampling_fields, version_spans
+from rlenv.engine.settings import end_ids, engine_settings, tokenizer_of
 from rlenv.engine.threads import in_thread
-from rlenv.engine.transfer.plugin import IPC, SHARED_MEMORY
+from rlenv.engine.transfer.plugin import EXTENSION
 from rlenv.engine.transfer.proof import CanaryResult, WeightRows, canary_prompt
 from rlenv.engine.transfer.update import WeightUpdater
-from rlenv.engine.transfer.worker import EXTENSION
 from rlenv.errors import ConfigError, EngineDeadError, EngineError
-from rlenv.render import Renderer, text_of
-from rlenv.types import Completion, FinishReason, Sample, VersionSpan
+from rlenv.render import text_of
+from rlenv.types import Completion, Sample
 
-MIN_BATCHED_TOKENS = 8192  # of one engine step; vLLM's own default for a CPU, 2048, is a third slower
 DEATH_CHECK_S = 0.2
 
 
@@ -34,7 +32,8 @@ class VLLMEngine(EngineFaces):
     """One vLLM engine for the model in folder `model`, shared by every caller in this process.
 
     `dtype`: float32 on a CPU, bfloat16 on a GPU unless said otherwise. `device`: "cpu", "cuda", or what vLLM was
-    built for. Raises ConfigError for settings that cannot work, EngineError if vLLM does not start.
+    built for. `backend` is right as it is: other values are for measurements. Raises ConfigError for settings that
+    cannot work, EngineError if vLLM does not start.
     """
 
     worker_extension = EXTENSION
@@ -50,41 +49,31 @@ class VLLMEngine(EngineFaces):
         seed: int = 0,
         batch_invariant: bool = False,
         gpu_memory_utilization: float = 0.4,
+        backend: Backend | None = None,
     ) -> None:
-        folder = _model_folder(model)
-        self.device = _device(device)
-        self.dtype = dtype or ("float32" if self.device == "cpu" else "bfloat16")
-        self.transport = SHARED_MEMORY if self.device == "cpu" else IPC
-        if batch_invariant and self.device == "cpu":
-            raise ConfigError("batch_invariant needs a GPU of compute capability 9.0: leave it out on a CPU")
+        settings = engine_settings(
+            model,
+            device=device,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            seed=seed,
+            batch_invariant=batch_invariant,
+            gpu_memory_utilization=gpu_memory_utilization,
+            worker_extension=self.worker_extension,
+            backend=backend,
+        )
+        self.device, self.dtype, self.transport = settings.device, settings.dtype, settings.transport
         check_plugin()
-        super().__init__(folder, max_model_len or _context_of(folder))
+        super().__init__(settings.model, settings.max_model_len)
+        self._settings = settings
         self._ids = itertools.count()
         self._kept = False  # whether a pause holds requests in mid-generation
+        self.backend = backend or Backend()
+        self.salted, self.proof = self.backend.salted, self.backend.proof
         self._running: dict[str, str] = {}  # vLLM's request id → the caller's
         self._processes: VLLMProcesses | None = None
         self._starting: VLLMStart | None = None
-        arguments = {
-            "model": folder,
-            "dtype": self.dtype,
-            "max_model_len": self.max_model_len,
-            "max_num_seqs": max_num_seqs,
-            "seed": seed,
-            "enforce_eager": self.device == "cpu" or batch_invariant,  # compiled layers are not batch-invariant
-            "logprobs_mode": "processed_logprobs",
-            "worker_extension_cls": self.worker_extension,
-            "disable_log_stats": True,
-            "use_tqdm_on_load": False,
-            "hf_overrides": {} if self.dtype == "float32" else {"head_dtype": "float32"},
-        }
-        if self.device == "cpu":
-            # A prompt computed in parts ends vLLM when its request has a seed: CPU generators cannot be set back.
-            arguments["enable_chunked_prefill"] = False
-            arguments["max_num_batched_tokens"] = max(MIN_BATCHED_TOKENS, self.max_model_len)
-        else:
-            arguments["gpu_memory_utilization"] = gpu_memory_utilization
-        self._arguments = arguments
-        self._environment = {"VLLM_BATCH_INVARIANT": "1"} if batch_invariant else {}
         try:
             self.start(self._open()).result()
         except BaseException:
@@ -94,7 +83,7 @@ class VLLMEngine(EngineFaces):
     @property
     def tokenizer(self) -> Any:
         """The transformers tokenizer of `model`."""
-        return _tokenizer(self.model)
+        return tokenizer_of(self.model)
 
     @property
     def weight_version(self) -> int:
@@ -106,11 +95,11 @@ class VLLMEngine(EngineFaces):
         self._updater.started(await self._begin())
         self._vocabulary = self._llm.model_config.get_vocab_size()
         self._block = self._llm.vllm_config.cache_config.block_size
-        self._end_ids = _end_ids(self.model)
+        self._end_ids = end_ids(self.model)
 
     async def _begin(self) -> list[WeightRows]:
         """Start vLLM's processes and look after them; returns what its worker holds."""
-        self._starting = VLLMStart(self._arguments, self.transport, self._environment)
+        self._starting = VLLMStart(self._settings.arguments, self.transport, self._settings.environment)
         self._processes = await in_thread(self._starting.run)
         self._starting = None
         self._watcher = asyncio.create_task(self._watch(self._processes))
@@ -124,6 +113,11 @@ class VLLMEngine(EngineFaces):
     def _llm(self) -> Any:
         assert self._processes is not None
         return self._processes.llm
+
+    @property
+    def block_size(self) -> int:
+        """How many ids a block of the key-value cache holds: a shorter prompt is never cached."""
+        return int(self._block)
 
     def progress(self) -> dict[str, int]:
         """How many ids each request in flight has sampled so far, by the caller's request id."""
@@ -145,19 +139,20 @@ class VLLMEngine(EngineFaces):
         finally:
             del self._running[internal]
         result = output.outputs[0]
+        served = [(span.version, span.start, span.end) for span in result.weight_versions or []]
         return Completion(
             request_id=name,
             prompt_ids=prompt,
             token_ids=tuple(result.token_ids),
             logprobs=tuple(result.logprobs.logprobs) if result.token_ids else (),
-            spans=self._spans(result.weight_versions or [], label),
+            spans=version_spans(served, label, self._updater.cleared),
             text=text_of(self.tokenizer, result.token_ids, sample.stop),
-            finish_reason=_finish_reason(result.finish_reason),
+            finish_reason=finish_reason(result.finish_reason),
         )
 
     def salt(self, label: str) -> str:
         """What keeps prefix-cache blocks of different weights apart."""
-        return label
+        return label if self.salted else "any weights"
 
     async def _run(self, prompt: tuple[int, ...], parameters: Any, internal: str, label: str) -> Any:
         """The final output of one vLLM request; the label salts the prefix cache, so no older block is met."""
@@ -172,34 +167,8 @@ class VLLMEngine(EngineFaces):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        room = self.max_model_len - len(prompt)
-        return SamplingParams(
-            temperature=sample.temperature,
-            top_p=sample.top_p,
-            top_k=sample.top_k,
-            max_tokens=min(sample.max_tokens or room, room),
-            min_tokens=sample.min_tokens,
-            stop=list(sample.stop),
-            stop_token_ids=[] if sample.ignore_eos else self._end_ids,
-            seed=sample.seed,
-            ignore_eos=sample.ignore_eos,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=bool(sample.stop),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-
-    def _spans(self, served: list[Any], submitted: str) -> tuple[VersionSpan, ...]:
-        return tuple(
-            VersionSpan(
-                span.version,
-                span.start,
-                span.end,
-                stale_context=span.version != submitted and not self._updater.cleared[span.version],
-            )
-            for span in served
-            if span.end > span.start
-        )
+        fields = sampling_fields(sample, self.max_model_len - len(prompt), self._end_ids)
+        return SamplingParams(**fields, output_kind=RequestOutputKind.FINAL_ONLY)
 
     async def _abort(self, request_ids: frozenset[str] | None) -> None:
         chosen = [i for i, name in self._running.items() if request_ids is None or name in request_ids]
@@ -270,12 +239,9 @@ class VLLMEngine(EngineFaces):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        length = max(2, min(self._block + 16, self.max_model_len - 2))
+        length = canary_length(self._block, self.max_model_len)
         prompt = tuple(canary_prompt(self._vocabulary, length))
-        sampling: dict[str, Any] = {
-            "temperature": 1.0, "seed": 0, "max_tokens": 2, "ignore_eos": True, "logprobs": 0, "flat_logprobs": True,
-            "detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY,
-        }  # fmt: skip
+        sampling = canary_fields() | {"flat_logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY}
         extras: list[dict[str, Any]] = [{}, {"prompt_logprobs": 0}, {}]
         before, computed, after = await asyncio.gather(*(
             self._run(prompt, SamplingParams(**sampling, **extra), f"canary-{next(self._ids)}", self._updater.label)
@@ -323,54 +289,3 @@ class VLLMEngine(EngineFaces):
 def _sampled(kind: str, prompt: tuple[int, ...], output: Any) -> CanaryResult:
     result = output.outputs[0]
     return CanaryResult(kind, prompt + tuple(result.token_ids), tuple(result.logprobs.logprobs))
-
-
-def _model_folder(model: str | os.PathLike[str]) -> str:
-    folder = Path(model).expanduser()
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ConfigError(f"{str(model)!r} holds no config.json: name the folder of a saved model")
-    if not folder.exists() and (
-        folder.is_absolute() or str(model).startswith((".", "~")) or str(model).count("/") != 1
-    ):
-        raise ConfigError(f"no model folder {str(model)!r}: name the folder of a saved model")
-    return str(folder) if folder.exists() else str(model)
-
-
-def _device(device: str | None) -> str:
-    if device not in (None, "cpu", "cuda"):
-        raise ConfigError(f"no device {device!r}: use 'cpu' or 'cuda'")
-    import torch
-
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device='cuda' needs a GPU and none is visible: use device='cpu'")
-    return device or ("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@functools.lru_cache(maxsize=4)
-def _tokenizer(model: str) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(model)
-
-
-def _context_of(model: str) -> int:
-    from transformers import AutoConfig
-
-    return int(AutoConfig.from_pretrained(model).max_position_embeddings)
-
-
-def _end_ids(model: str) -> list[int]:
-    """Ids that end a turn: by the chat template and tokenizer, and by the generation config."""
-    from transformers import GenerationConfig
-
-    ids = set(Renderer(_tokenizer(model)).stop_ids)
-    with contextlib.suppress(OSError):  # a model folder need not have one
-        configured = GenerationConfig.from_pretrained(model).eos_token_id
-        ids.update(configured if isinstance(configured, list) else [configured])
-    return sorted(i for i in ids if i is not None)
-
-
-def _finish_reason(reason: str) -> FinishReason:
-    if reason in ("stop", "length", "abort"):
-        return reason  # type: ignore[return-value]
-    raise EngineError(f"vLLM ended a request with {reason!r}")

@@ -252,6 +252,13 @@ def test_a_run_keeps_its_rollouts_if_asked_and_they_can_be_read_however_it_ends(
     assert replay(groups[0].trajectories[0]) == []
 
 
+def test_a_run_is_evaluated_on_the_way_if_asked(solver: ScriptedEngine, tmp_path: Path) -> None:
+    run = run_of(solver, FakeLearner(), tmp_path / "run", steps=5, eval_every=2)
+    evaluations = asyncio.run(run()).summary["evaluations"]
+    assert [row["step"] for row in evaluations] == [2, 4]
+    assert all(0 < row["accuracy"] < 1 and row["length"] > 1 for row in evaluations)
+
+
 def test_a_run_keeps_no_rollouts_unless_asked(solver: ScriptedEngine, tmp_path: Path) -> None:
     asyncio.run(run_of(solver, FakeLearner(), tmp_path / "run", steps=1)())
     assert not (tmp_path / "run" / "trajectories").exists()

@@ -7,6 +7,7 @@ trainer's end leaves them out (`plain_handles`) and the worker's end puts them b
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import torch
@@ -39,8 +40,13 @@ def _plain(fields: tuple[Any, ...]) -> list[Any]:
 
 
 def _restored(fields: list[Any]) -> tuple[Any, ...]:
-    values: list[Any] = [tuple(field) if isinstance(field, list) else field for field in fields]
+    values: list[Any] = [_decoded(tuple(field) if isinstance(field, list) else field) for field in fields]
     values[_TENSOR_CLASS] = torch.Tensor
     values[_STORAGE_CLASS] = torch.storage.TypedStorage
     values[_DTYPE] = getattr(torch, values[_DTYPE])
     return tuple(values)
+
+
+def _decoded(field: Any) -> Any:
+    """Bytes that came through JSON, in base64; anything else as it is."""
+    return base64.b64decode(field["base64"]) if isinstance(field, dict) else field

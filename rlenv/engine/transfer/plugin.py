@@ -15,6 +15,8 @@ import time
 PARENT_CHECK_S = 1.0
 SHARED_MEMORY = "shm"
 IPC = "rlenv_ipc"
+EXTENSION = "rlenv.engine.transfer.worker.ProofExtension"  # what vLLM mixes into its workers
+PARENT = "RLENV_SERVER_PARENT"  # in a server's environment: the process with which it ends
 _BACKENDS = {
     SHARED_MEMORY: ("rlenv.engine.transfer.shm", "SharedMemoryWeightTransferEngine"),
     IPC: ("rlenv.engine.transfer.ipc", "PlainIPCWeightTransferEngine"),
@@ -33,10 +35,11 @@ def register() -> None:
 
 def _end_with_parent() -> None:
     """A vLLM process whose parent was killed would wait for ever, holding its memory."""
-    parent = multiprocessing.parent_process()
+    child = multiprocessing.parent_process()
+    parent = child.pid if child is not None else int(os.environ.pop(PARENT, 0))  # not for its own children
     name = "rlenv parent watch"
-    if parent is not None and all(thread.name != name for thread in threading.enumerate()):
-        threading.Thread(target=_watch, args=(parent.pid,), name=name, daemon=True).start()
+    if parent and all(thread.name != name for thread in threading.enumerate()):
+        threading.Thread(target=_watch, args=(parent,), name=name, daemon=True).start()
 
 
 def _watch(parent_pid: int | None) -> None:

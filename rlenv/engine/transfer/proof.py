@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,19 +98,25 @@ def check_fingerprints(version: int, manifest: Manifest, workers: Sequence[Weigh
     """
     fixed = {(row[0], row[1]): row[2:] for row in constants["constant"]}
     for rows in workers:
-        covered = set()
-        for name, held_as, dtype, shape, value in rows["checkpoint"]:
-            covered.add(name)
-            held = TensorDigest(dtype, tuple(shape), value)
-            if name not in manifest:
-                raise _refuted(version, name, f"the engine's {held_as} was not part of the update")
-            if held != manifest[name]:
-                raise _refuted(version, name, _difference(held_as, held, manifest[name]))
-        for name in manifest.keys() - covered:
-            raise _refuted(version, name, "it was sent, but the engine holds no such tensor")
+        for name, how in differences(manifest, rows):
+            raise _refuted(version, name, how)
         for name, held_as, *digest in rows["constant"]:
             if fixed.get((name, held_as)) != digest:
                 raise _refuted(version, name, f"{held_as} comes from no checkpoint, yet it changed")
+
+
+def differences(manifest: Manifest, rows: WeightRows, given: str = "sent") -> Iterator[tuple[str, str]]:
+    """Tensors of `manifest`, which was `given`, that a worker does not hold bit for bit, or holds besides; and how."""
+    covered = set()
+    for name, held_as, dtype, shape, value in rows["checkpoint"]:
+        covered.add(name)
+        held = TensorDigest(dtype, tuple(shape), value)
+        if name not in manifest:
+            yield name, f"the engine's {held_as} was not {given}"
+        elif held != manifest[name]:
+            yield name, _difference(held_as, held, manifest[name], given)
+    for name in manifest.keys() - covered:
+        yield name, f"it was {given}, but the engine holds no such tensor"
 
 
 def check_canaries(
@@ -143,12 +149,12 @@ def check_canaries(
     return Mismatch(mean, worst_gap, worst)
 
 
-def _difference(held_as: str, held: TensorDigest, sent: TensorDigest) -> str:
-    if held.shape != sent.shape:
-        return f"the engine's {held_as} has shape {list(held.shape)}, {list(sent.shape)} was sent"
-    if held.dtype != sent.dtype:
-        return f"the engine's {held_as} is {held.dtype}, {sent.dtype} was sent"
-    return f"the values of the engine's {held_as} are not those that were sent"
+def _difference(held_as: str, held: TensorDigest, expected: TensorDigest, given: str) -> str:
+    if held.shape != expected.shape:
+        return f"the engine's {held_as} has shape {list(held.shape)}, {list(expected.shape)} was {given}"
+    if held.dtype != expected.dtype:
+        return f"the engine's {held_as} is {held.dtype}, {expected.dtype} was {given}"
+    return f"the values of the engine's {held_as} are not those that were {given}"
 
 
 def _refuted(version: int, name: str, how: str) -> WeightUpdateError:

@@ -1,4 +1,4 @@
-"""What vLLM's workers can be asked about their weights: the checkpoint tensors that they hold, and their fingerprints.
+"""What vLLM's workers can be asked: how they were set up, the checkpoint tensors that they hold, their fingerprints.
 
 Mixed into each worker by `worker_extension_cls`. A layer that runs on a packed copy of its weight (every linear
 layer on CPUs) is read through the kernel that serves it: the identity matrix times the layer is its weight, exactly,
@@ -15,14 +15,25 @@ import torch
 
 from rlenv.engine.transfer.digest import tensor_digest
 
-EXTENSION = "rlenv.engine.transfer.worker.ProofExtension"
-
 
 class ProofExtension:
-    """Adds `rlenv_weights` and `rlenv_recover` to a vLLM worker."""
+    """Adds `rlenv_settings`, `rlenv_weights` and `rlenv_recover` to a vLLM worker."""
 
+    vllm_config: Any
     model_runner: Any
     weight_transfer_engine: Any
+
+    def rlenv_settings(self) -> dict[str, Any]:
+        """What a client of a server cannot know otherwise: dtype, transport, and sizes that a canary depends on."""
+        config = self.vllm_config
+        transfer = config.weight_transfer_config
+        return {
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "transport": None if transfer is None else transfer.backend,
+            "logprobs_mode": config.model_config.logprobs_mode,
+            "vocabulary": config.model_config.get_vocab_size(),
+            "block": config.cache_config.block_size,
+        }
 
     def rlenv_weights(self) -> dict[str, list[list[Any]]]:
         """Fingerprints of everything this worker computes with.
