@@ -28,6 +28,10 @@ COVERED = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 class ExactPolicy(Policy):
     """A `Policy` with the values of a `VLLMEngine(device="cuda", batch_invariant=True)` in bf16.
 
+    The bits are the engine's where it took in a row's text at once and then its own tokens one by one. Behind the 128th
+    position numerics are left where it did otherwise: at a later turn, after a weight swap, in a step that also takes
+    in another request's text.
+
     Parameters stay in their dtype, fp32 for training; each forward casts them as the engine's are cast. Gradients
     are those of plain torch in bf16, behind the head in fp32. Layers are not called as modules: wrappers that gather
     a layer's parameters when it is called (FSDP) do not work with it.
@@ -40,8 +44,8 @@ class ExactPolicy(Policy):
         self._kernels = with_gradients(kernels or vllm_kernels())
         self._table: Tensor | None = None  # [P, D], once the device is known
 
-    def _hidden(self, token_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        rows = Rows(attention_mask.bool())
+    def _hidden(self, token_ids: Tensor, attention_mask: Tensor, sampled: Tensor) -> Tensor:
+        rows = Rows(attention_mask.bool(), sampled.bool())
         with torch.autocast(token_ids.device.type, enabled=False):
             return rows.pad(self._walk(rows.pack(token_ids), rows))
 

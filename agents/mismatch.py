@@ -42,7 +42,12 @@ class Mismatch:
 
 
 def measure(engine: FloatArray, learner: FloatArray) -> Mismatch:
-    """Compare log-probs [L] of the same ids. A learner's −inf or NaN counts as the largest log-ratio there is."""
+    """Compare log-probs [L] of the same ids. A learner's −inf or NaN counts as the largest log-ratio there is.
+
+    Raises ValueError when there is no id to compare.
+    """
+    if not len(engine):
+        raise ValueError("no sampled id to compare engine and learner on")
     engine, learner = engine.astype(np.float64), learner.astype(np.float64)
     difference = np.nan_to_num(learner - engine, nan=-np.inf).clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio = np.exp(difference)

@@ -45,12 +45,12 @@ class Policy(nn.Module):
         no live token at t = 0; `sampling` is [L, 3], see `Batch`. Entropies carry no gradient.
         """
         # The last column is only ever a target.
-        hidden = self._hidden(token_ids[:, :-1], attention_mask[:, :-1])  # [B, T - 1, H]
+        hidden = self._hidden(token_ids[:, :-1], attention_mask[:, :-1], live[:, :-1])  # [B, T - 1, H]
         chosen = live[:, 1:]
         targets = token_ids[:, 1:][chosen]  # [L]
         return self._score(hidden[chosen], targets, sampling)
 
-    def _hidden(self, token_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def _hidden(self, token_ids: Tensor, attention_mask: Tensor, sampled: Tensor) -> Tensor:
         output = self.model.base_model(input_ids=token_ids, attention_mask=attention_mask, use_cache=False)
         return output.last_hidden_state
 
@@ -88,7 +88,7 @@ class Policy(nn.Module):
     def _check_head(self) -> None:
         ids = torch.arange(8, device=self.model.device)[None] % self.model.config.get_text_config().vocab_size
         head = self.model.get_output_embeddings()
-        by_head = head(self._hidden(ids, torch.ones_like(ids))).float().log_softmax(-1)
+        by_head = head(self._hidden(ids, torch.ones_like(ids), torch.zeros_like(ids))).float().log_softmax(-1)
         difference = (self.model(ids, use_cache=False).logits.float().log_softmax(-1) - by_head).abs().max().item()
         if not difference <= HEAD_TOLERANCE:
             raise ConfigError(

@@ -22,9 +22,9 @@ from rlenv.engine.transfer.sender import ModelSender
 from rlenv.engine.vllm import VLLMEngine
 from rlenv.types import Completion, Sample
 
-TOGETHER, ALONE = 32, 4  # requests
-LENGTH = 32  # ids sampled for each
-IN_FLIGHT_LENGTH = 96
+TOGETHER, ALONE = 16, 4  # requests
+LENGTH = 24  # ids sampled for each
+IN_FLIGHT_LENGTH = {"cpu": 96, "cuda": 1500}  # long enough to be in flight while a swap is staged
 SWAP_AFTER = 24  # ids, of requests in flight
 NOISE = 0.05  # of each tensor's spread: enough for old keys and values to be told from new ones
 Prompts = list[list[int]]
@@ -45,7 +45,8 @@ class Probes:
     def __init__(self, engine: VLLMEngine, learner: Learner, seed: int = 0) -> None:
         self.engine, self.learner = engine, learner
         self._random = random.Random(seed)
-        self._length = min(engine.block_size + 16, engine.max_model_len - IN_FLIGHT_LENGTH - 1)  # a block and a part
+        self._length = min(engine.block_size + 16, engine.max_model_len // 2)  # a block and a part
+        self._long = min(IN_FLIGHT_LENGTH[engine.device], engine.max_model_len - self._length - 1)
         self._sender = ModelSender(learner.model, backend=engine.transport, dtype=engine.dtype)
 
     def prompts(self, count: int) -> Prompts:
@@ -68,9 +69,7 @@ class Probes:
             await self.update(mode, clear_cache)
             in_flight = None
         else:
-            running = [
-                asyncio.ensure_future(self._sampled(prompt, IN_FLIGHT_LENGTH)) for prompt in self.prompts(TOGETHER // 2)
-            ]
+            running = [asyncio.ensure_future(self._sampled(prompt, self._long)) for prompt in self.prompts(TOGETHER)]
             while max(self.engine.progress().values(), default=0) < SWAP_AFTER:  # noqa: ASYNC110 - vLLM tells no one
                 await asyncio.sleep(0.002)
             label = await self.update(mode, clear_cache)

@@ -207,7 +207,11 @@ def examine(job: Job, trace: tuple[Completion, Path] | None) -> Findings:
     with torch.no_grad():
         for name, case in exact_trace.cases(kernels, model).items():
             diagnose(findings, f"rows of {name}", functools.partial(exact_trace.varying_sizes, case))
-        diagnose(findings, "attention", lambda: exact_trace.decode_equals_prefill(kernels, model.config, device))
+        diagnose(
+            findings,
+            "attention, decoded against prefilled",
+            lambda: exact_trace.decoded_is_prefilled(kernels, model.config, device),
+        )
         if trace is not None:
             diagnose(findings, "engine against learner", lambda: exact_trace.compare(kernels, model, *trace))
         diagnose(findings, "rows alone", lambda: _alone(policy, job))

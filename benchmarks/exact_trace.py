@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlenv.agents.exact import ExactPolicy
-from rlenv.engine.kernels import PAGE, Kernels, Rows
+from rlenv.engine.kernels import Kernels, Rows
 from rlenv.engine.transfer.worker import ProofExtension
 from rlenv.engine.vllm import VLLMEngine
 from rlenv.types import Completion, Sample
@@ -157,38 +157,19 @@ def varying_sizes(case: Callable[[int], Tensor]) -> str:
     return f"DIFFERENT in batches of {varying}" if varying else "equal in batches of every size"
 
 
-def decode_equals_prefill(kernels: Kernels, config: Any, device: torch.device, length: int = 400) -> str:
-    """The positions at which FlashAttention 3 gives other bits for one query over a cache than for a whole row."""
-    from vllm.vllm_flash_attn import flash_attn_varlen_func
+def decoded_is_prefilled(kernels: Kernels, config: Any, device: torch.device, length: int = 400) -> str:
+    """The first position at which FlashAttention gives other bits for one query over a cache than for a whole row."""
 
     def noise(heads: int) -> Tensor:
         return torch.randn(length, heads, config.head_dim, device=device, generator=generator).to(kernels.dtype)
 
     generator = torch.Generator(device).manual_seed(0)
-    query, key, value = (noise(n) for n in (config.num_attention_heads, *[config.num_key_value_heads] * 2))
-    rows = Rows(torch.ones(1, length, dtype=torch.bool, device=device))
-    whole = kernels.attention(query, key, value, rows)
-    keys, values = (tensor.view(-1, PAGE, *tensor.shape[1:]) for tensor in (key, value))
-    table = torch.arange(length // PAGE, dtype=torch.int32, device=device)[None]
-    differing = []
-    for position in range(length):
-        one = flash_attn_varlen_func(
-            query[position : position + 1],
-            keys,
-            values,
-            max_seqlen_q=1,
-            cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32, device=device),
-            max_seqlen_k=position + 1,
-            seqused_k=torch.tensor([position + 1], dtype=torch.int32, device=device),
-            softmax_scale=config.head_dim**-0.5,
-            causal=True,
-            block_table=table,
-            num_splits=1,
-            fa_version=3,
-        )
-        if not torch.equal(one[0], whole[position]):
-            differing.append(position)
-    return f"attention decode against prefill: {f'DIFFERENT at {differing}' if differing else 'equal'}"
+    query = noise(config.num_attention_heads)
+    key, value = noise(config.num_key_value_heads), noise(config.num_key_value_heads)
+    whole = torch.ones(1, length, dtype=torch.bool, device=device)
+    prefilled, decoded = (kernels.attention(query, key, value, Rows(whole, one)) for one in (~whole, whole))
+    differing = (prefilled != decoded).flatten(1).any(1).nonzero()[:, 0].tolist()
+    return f"other bits at {len(differing)} of {length} positions, the first is {differing[:1]}"
 
 
 def compare_gradients(first: Path, second: Path) -> list[str]:

@@ -1,8 +1,9 @@
 """Tensors of packed tokens enter an op of vLLM's model; what the engine would compute from them leaves, bit for bit.
 
 These are the ops that vLLM runs for Llama and Qwen3 on a Hopper GPU under VLLM_BATCH_INVARIANT=1, eagerly and in
-bf16. There a row of a result depends on that row alone, however many others are computed beside it, and a
-token that was decoded over a cache has the bits of one that was prefilled.
+bf16. There a row of a result depends on that row alone, however many others are computed beside it. One thing is
+left: FlashAttention 3 takes other tiles for one query than for several, so that behind the 128th position a token
+that was decoded over a cache has other bits than one that was prefilled. `Rows` says which is which.
 
 Legend: N tokens of all rows laid end to end, B rows, T the longest, D head size, Q query heads, K key-value heads,
 V vocabulary, P positions; [i, o] are a layer's inputs and outputs.
@@ -27,9 +28,13 @@ PAGE = 16  # positions of one block of vLLM's key-value cache
 
 @dataclass(frozen=True)
 class Rows:
-    """Which cells of a right-padded batch are tokens: `mask` [B, T]. What is packed holds those alone, in order."""
+    """Which cells of a right-padded batch are tokens: `mask` [B, T]. What is packed holds those alone, in order.
+
+    `decoded` [B, T] are the tokens that the engine took in one by one: those that it had sampled itself.
+    """
 
     mask: Tensor
+    decoded: Tensor
 
     @property
     def longest(self) -> int:
@@ -54,6 +59,11 @@ class Rows:
     def positions(self) -> Tensor:
         """int64 [N]"""
         return self.cells % self.longest
+
+    @cached_property
+    def singles(self) -> Tensor:
+        """The decoded ones among the tokens: int64 [D]"""
+        return self.pack(self.decoded).nonzero()[:, 0]
 
     def pack(self, padded: Tensor) -> Tensor:
         """[B, T, …] → [N, …]"""
@@ -164,29 +174,41 @@ def _rotary(positions: Tensor, query: Tensor, key: Tensor, table: Tensor) -> tup
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> Tensor:
     """FlashAttention 3 over a paged cache, as the engine calls it: its tiles are not those without pages."""
-    from vllm.vllm_flash_attn import flash_attn_varlen_func
-
     count, pages = len(rows.mask), -(-rows.longest // PAGE)
-    slots = rows.cells // rows.longest * pages * PAGE + rows.positions
-    key_cache, value_cache = (
+    places = rows.cells // rows.longest  # the row of each token
+    slots = places * pages * PAGE + rows.positions
+    caches = [
         tensor.new_zeros(count * pages * PAGE, *tensor.shape[1:]).index_copy_(0, slots, tensor).unflatten(0, (-1, PAGE))
         for tensor in (key, value)
-    )  # [blocks, PAGE, K, D] each
+    ]  # [blocks, PAGE, K, D] each
     table = torch.arange(count * pages, dtype=torch.int32, device=query.device).view(count, pages)
-    return flash_attn_varlen_func(
+    attended = _flash(query, caches, table, rows.starts, rows.lengths, rows.longest)
+    if not len(singles := rows.singles):
+        return attended
+    starts = torch.arange(len(singles) + 1, dtype=torch.int32, device=query.device)
+    seen = (rows.positions[singles] + 1).to(torch.int32)
+    return attended.index_copy(0, singles, _flash(query[singles], caches, table[places[singles]], starts, seen, 1))
+
+
+def _flash(query: Tensor, caches: list[Tensor], table: Tensor, starts: Tensor, seen: Tensor, most: int) -> Tensor:
+    """Rows of at most `most` queries, from `starts` on, each over its first `seen` positions."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    attended: Tensor = flash_attn_varlen_func(
         query.contiguous(),
-        key_cache,
-        value_cache,
-        max_seqlen_q=rows.longest,
-        cu_seqlens_q=rows.starts,
-        max_seqlen_k=rows.longest,
-        seqused_k=rows.lengths,
+        caches[0],
+        caches[1],
+        max_seqlen_q=most,
+        cu_seqlens_q=starts,
+        max_seqlen_k=table.shape[1] * PAGE,
+        seqused_k=seen,
         softmax_scale=query.shape[-1] ** -0.5,
         causal=True,
         block_table=table,
         num_splits=1,
         fa_version=3,
     )
+    return attended
 
 
 def _silu_and_mul(gate_up: Tensor) -> Tensor:

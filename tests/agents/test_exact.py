@@ -237,7 +237,9 @@ def test_those_of_vllms_ops_that_also_run_on_a_cpu_compute_what_the_twins_comput
 
 
 def test_packing_leaves_padding_out_and_padding_puts_zeros_in() -> None:
-    rows = Rows(torch.tensor([[True, True, True], [True, False, False]]))
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    rows = Rows(mask, torch.tensor([[False, True, True], [False, True, True]]))
+    assert rows.singles.tolist() == [1, 2], "padding is no token"
     packed = rows.pack(torch.arange(1, 7).view(2, 3, 1))
     assert packed[:, 0].tolist() == [1, 2, 3, 4]
     assert rows.pad(packed)[..., 0].tolist() == [[1, 2, 3], [4, 0, 0]]
@@ -296,3 +298,16 @@ def test_a_learner_without_vllms_gpu_kernels_is_refused(monkeypatch: pytest.Monk
 def test_engine_ops_by_another_scoring_than_the_engine_s_are_refused() -> None:
     with pytest.raises(ConfigError, match="leave scoring as it is"):
         LearnerConfig("random", device="cuda", engine_ops=True, scoring=Scoring(head="bfloat16"))
+
+
+def test_attention_is_told_which_tokens_the_engine_took_in_one_by_one() -> None:
+    told: list[Rows] = []
+    kernels = torch_kernels(torch.float32)
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, rows: Rows) -> Tensor:
+        told.append(rows)
+        return kernels.attention(query, key, value, rows)
+
+    policy = ExactPolicy(tiny_model(), kernels=replace(kernels, attention=attention))
+    policy(*inputs(rows=[0]))  # prompt 1 2 3, sampled 4 5: the last is only ever a target
+    assert told[0].positions[told[0].singles].tolist() == [3]

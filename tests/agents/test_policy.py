@@ -91,7 +91,7 @@ def test_no_logits_are_kept_for_the_backward_pass_once_there_are_several_chunks(
 
 def test_a_bf16_model_is_scored_in_fp32_by_an_fp32_head() -> None:
     model = tiny_model().bfloat16()
-    hidden = Policy(model)._hidden(torch.tensor([[6, 7, 8, 9, 0]]), torch.ones(1, 5, dtype=torch.bool))[0].float()
+    hidden = Policy(model)._hidden(torch.tensor([[6, 7, 8, 9, 0]]), *torch.ones(2, 1, 5, dtype=torch.bool))[0].float()
     exact = torch.log_softmax(hidden @ model.lm_head.weight.float().T, -1)
     expected = exact[range(5), [7, 8, 9, 0, 10]]
     rounded, _ = forward(Policy(model, Scoring(head="bfloat16")), micro_batch())
