@@ -49,6 +49,7 @@ def test_it_trains_where_an_event_loop_runs_already(tmp_path: Path) -> None:
     asyncio.run(notebook())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.usefixtures("fake_parts")
 def test_an_interrupt_in_a_notebook_ends_the_run_in_order(tmp_path: Path) -> None:

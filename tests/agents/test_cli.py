@@ -59,6 +59,7 @@ def test_the_demo_trains_the_default_model_asynchronously() -> None:
     assert DEMO.model is None and DEMO.mode == "async" and DEMO.staleness > 0 and DEMO.eval_problems == 512
 
 
+@pytest.mark.slow
 def test_a_launcher_of_several_processes_is_told_what_to_type() -> None:
     environment = {**os.environ, "WORLD_SIZE": "2"}
     command = [sys.executable, "-m", "rlenv.agents.train", "math-v0"]

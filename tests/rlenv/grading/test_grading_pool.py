@@ -57,6 +57,7 @@ def test_a_hanging_answer_is_cut_off_in_time_and_abstained_on(response: str) -> 
     assert grade_math(r"\boxed{1/2}", "0.5").correct
 
 
+@pytest.mark.slow
 def test_the_clock_starts_at_execution_not_while_queued(pool: Pool) -> None:
     slow = {"candidate": ENDLESS, "reference": "1"}
     quick = {"candidate": "1/2", "reference": "0.5"}
@@ -186,6 +187,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert gone_within(pids, 5.0)
 
 
+@pytest.mark.slow
 def test_a_forked_child_makes_its_own_workers_and_leaves_its_parents_alone() -> None:
     code = (
         EXIT
