@@ -148,11 +148,11 @@ def sender() -> WeightSender:
 
 @pytest.fixture
 def scripted_case(scripted: Callable[..., ScriptedEngine], sender: WeightSender) -> EngineCase:
-    """The scripted engine, saying the alphabet over and over, four milliseconds a letter."""
+    """The scripted engine, saying the alphabet over and over, two milliseconds a letter."""
     alphabet = list(range(10, 36))
-    engine = scripted(lambda prompt_ids, sample: alphabet * 20, delay=0.004, max_model_len=256)
+    engine = scripted(lambda prompt_ids, sample: alphabet * 20, delay=0.002, max_model_len=256)
     prompt = Renderer(engine.tokenizer).start([{"role": "user", "content": "abc"}])
-    return EngineCase(engine, prompt, sender, underway_s=0.06)
+    return EngineCase(engine, prompt, sender, underway_s=0.05)
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ import pytest
 
 import rlenv
 from benchmarks.faults import FaultyEngine
+from rlenv.agents.run_folder import read_metrics
 from rlenv.bound import EngineBoundEnv
 from rlenv.models import default_model
 from rlenv.types import Completion, Sample
@@ -30,29 +31,6 @@ SUMMARY_KEYS = {
     "mismatch_max_abs", "canary_failures", "tokens_per_s", "learner_idle", "engine_idle", "wall_s",
 }  # fmt: skip
 LEAST_GAIN = 0.2  # of accuracy in 12 updates
-THIRD_PARTY = '''
-import string
-
-import gymnasium
-
-
-class Sums(gymnasium.Env):
-    """Knows Gymnasium and nothing of rlenv."""
-
-    observation_space = gymnasium.spaces.Text(max_length=99, charset=string.printable)
-    action_space = gymnasium.spaces.Text(max_length=9999, min_length=0, charset=map(chr, range(0x110000)))
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.operands = self.np_random.integers(10, 100, size=2)
-        return "What is {}+{}? Put the answer in \\\\boxed{{}}.".format(*self.operands), {}
-
-    def step(self, action):
-        return "over", float(f"boxed{{{sum(self.operands)}}}" in action), True, False, {}
-
-
-gymnasium.register("ThirdPartySums-v0", Sums)
-'''
 
 pytestmark = pytest.mark.engine
 
@@ -65,39 +43,29 @@ def test_engine_and_training_shapes_run_as_printed_in_a_script_without_a_main_gu
     (tmp_path / "script.py").write_text(script)
     printed = run([sys.executable, "script.py"], tmp_path)
     assert printed.splitlines()[-1] == "256 frozenset({'0'}) (256,)"
-    assert "step 3/3" in printed
+    assert "step 3/3" in printed and printed.count("starting engine") == 1  # no child ran the script again
     assert summary_of(tmp_path / "runs" / "train")["updates"] == 3
+    assert (tmp_path / "runs" / "train" / "model" / "model.safetensors").is_file()
 
 
 @pytest.mark.slow
 def test_short_demo_learns_with_every_weight_update_proven(tmp_path: Path) -> None:
     options = ["--steps", "12", "--lr", "2e-4", "--eval-problems", "128", "--run-dir", "demo"]
     printed = run([str(COMMAND), "demo", *options], tmp_path)
-    summary = summary_of(tmp_path / "demo")
+    summary, rows = summary_of(tmp_path / "demo"), read_metrics(tmp_path / "demo" / "metrics.jsonl")
     assert summary.keys() >= SUMMARY_KEYS
     assert summary["updates"] == summary["weight_updates"] == 12
     assert summary["eval_after"] >= summary["eval_before"] + LEAST_GAIN
     assert summary["eval_after_length"] > summary["eval_before_length"]
-    assert summary["weight_updates_mid_generation"] > 0
-    assert summary["staleness_max"] <= summary["staleness_bound"] == 2
+    # How many of them meet requests in flight is up to the machine; tests/rlenv/engine/test_life.py sees to every one.
+    assert summary["weight_updates_mid_generation"] == sum(row["in_flight"] > 0 for row in rows)
+    assert 0 < summary["staleness_max"] <= summary["staleness_bound"] == 2
     assert 0 < summary["mismatch_max_abs"] <= 1e-4
     assert summary["canary_failures"] == 0
     assert f"→ {summary['eval_after']:.3f}" in printed
-    assert len((tmp_path / "demo" / "metrics.jsonl").read_text().splitlines()) == 12
+    assert len(rows) == 12
     assert (tmp_path / "demo" / "curves.png").is_file() and (tmp_path / "demo" / "config.toml").is_file()
     assert_transformers_loads(tmp_path / "demo" / "model")
-
-
-@pytest.mark.slow
-def test_text_environment_that_a_third_party_registered_trains_unmodified(tmp_path: Path) -> None:
-    (tmp_path / "third_party.py").write_text(THIRD_PARTY)
-    options = ["--steps", "2", "--groups-per-step", "8", "--eval-problems", "16", "--run-dir", "run"]
-    run([str(COMMAND), "train", "third_party:ThirdPartySums-v0", *options], tmp_path)
-    summary = summary_of(tmp_path / "run")
-    assert summary["status"] == "done"
-    assert summary["updates"] == summary["weight_updates"] == 2
-    assert summary["failures"] == {}
-    assert 0 < summary["eval_before"] < 1
 
 
 @pytest.mark.slow
@@ -183,7 +151,7 @@ def check(results: Sequence[Any]) -> None:
 
 def run(command: Sequence[str], folder: Path) -> str:
     """What a command prints; it has to succeed, without a traceback."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": str(folder)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr, done.stderr

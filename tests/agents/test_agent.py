@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -23,15 +21,6 @@ from rlenv.types import Sample, View
 
 Start = Callable[..., ScriptedEngine]
 SMALL = {"steps": 2, "groups_per_step": 2, "group_size": 2, "eval_problems": 2}
-
-SCRIPT = """
-from rlenv.agents import AsyncAgent
-from rlenv.models import default_model
-
-agent = AsyncAgent("math-v0", model=default_model(), run_dir={folder!r}, eval_problems=0, groups_per_step=4)
-result = agent.train(steps=2)
-assert result.summary["updates"] == 2 and (result.model / "model.safetensors").exists()
-"""
 
 
 @pytest.fixture
@@ -60,6 +49,7 @@ def test_it_trains_where_an_event_loop_runs_already(tmp_path: Path) -> None:
     asyncio.run(notebook())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.usefixtures("fake_parts")
 def test_an_interrupt_in_a_notebook_ends_the_run_in_order(tmp_path: Path) -> None:
@@ -108,13 +98,3 @@ def test_the_learner_is_told_the_settings_of_the_run() -> None:
     assert (cpu.model, cpu.lr, cpu.seed) == ("m", 3e-4, 7)
     assert (cpu.transfer_backend, cpu.transfer_dtype, cpu.mixed_precision) == ("shm", "float32", "no")
     assert (gpu.transfer_dtype, gpu.mixed_precision) == ("bfloat16", "bf16")
-
-
-@pytest.mark.engine
-@pytest.mark.slow
-def test_a_script_without_a_main_guard_trains_on_the_real_engine(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(folder=str(tmp_path / "run")))
-    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count("starting engine") == 1

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ def test_the_demo_trains_the_default_model_asynchronously() -> None:
     assert DEMO.model is None and DEMO.mode == "async" and DEMO.staleness > 0 and DEMO.eval_problems == 512
 
 
+@pytest.mark.slow
 def test_a_launcher_of_several_processes_is_told_what_to_type() -> None:
     environment = {**os.environ, "WORLD_SIZE": "2"}
     command = [sys.executable, "-m", "rlenv.agents.train", "math-v0"]
@@ -66,33 +68,43 @@ def test_a_launcher_of_several_processes_is_told_what_to_type() -> None:
 
 
 class Command:
-    """`rlenv train math-v0 …` in a session of its own."""
+    """`rlenv train TASK …` in a session of its own, typed in the parent of its run folder."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, task: str = "math-v0") -> None:
         self.folder = folder
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "rlenv.agents.cli", "train", "math-v0", "--run-dir", str(folder), *arguments],
+            [sys.executable, "-m", "rlenv.agents.cli", "train", task, "--run-dir", str(folder), *arguments],
+            cwd=folder.parent,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
         self.family: set[psutil.Process] = set()
+        self.shared: set[Path] = set()
 
     def summary(self) -> dict[str, Any]:
         path = self.folder / "summary.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
     def wait_for_updates(self, count: int) -> None:
+        self.wait_until(lambda: self.summary().get("updates", 0) >= count)
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + START_S
-        while self.summary().get("updates", 0) < count:
+        while not condition():
             assert self.process.poll() is None, self.process.communicate()
             assert time.monotonic() < deadline, self.summary()
             time.sleep(0.05)
 
     def remember_family(self) -> None:
-        """Note who belongs to this run while its parent can still tell."""
-        self.family |= set(psutil.Process(self.process.pid).children(recursive=True))
+        """Note who belongs to this run, and the shared memory they hold, while its parent can still tell."""
+        new = set(psutil.Process(self.process.pid).children(recursive=True)) - self.family
+        self.family |= new
+        for process in new:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                areas = [Path(area.path) for area in process.memory_maps()]
+                self.shared |= {area for area in areas if area.parent == Path("/dev/shm")}
 
     def press_ctrl_c(self) -> None:
         """As a terminal does: to every process of the foreground group."""
@@ -102,12 +114,18 @@ class Command:
     def survivors(self) -> list[psutil.Process]:
         return [process for process in self.family if _is_alive(process)]
 
+    def remains(self) -> list[object]:
+        return [*self.survivors(), *filter(Path.exists, self.shared)]
+
     def assert_gone(self) -> None:
         assert self.family, "a run has processes of its own"
         deadline = time.monotonic() + END_S
-        while self.survivors() and time.monotonic() < deadline:
+        while self.remains() and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert self.survivors() == []
+        assert self.remains() == []
+
+
+Start = Callable[..., Command]
 
 
 def _is_alive(process: psutil.Process) -> bool:
@@ -117,29 +135,86 @@ def _is_alive(process: psutil.Process) -> bool:
         return False
 
 
+THIRD_PARTY = '''
+import string
+
+import gymnasium
+
+
+class Sums(gymnasium.Env):
+    """Knows Gymnasium and nothing of rlenv."""
+
+    observation_space = gymnasium.spaces.Text(max_length=99, charset=string.printable)
+    action_space = gymnasium.spaces.Text(max_length=9999, min_length=0, charset=map(chr, range(0x110000)))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.operands = self.np_random.integers(10, 100, size=2)
+        return "What is {}+{}? Put the answer in \\\\boxed{{}}.".format(*self.operands), {}
+
+    def step(self, action):
+        return "over", float(f"boxed{{{sum(self.operands)}}}" in action), True, False, {}
+
+
+gymnasium.register("ThirdPartySums-v0", Sums)
+'''
+# The second update stands still for a while between its weights and its end, and says so by a file.
+SLOW_SWAP = """
+import pathlib, time
+
+from rlenv.engine.transfer.update import _Attempt
+
+whole = _Attempt.update_weights
+
+
+def update_weights(attempt, info):
+    whole(attempt, info)
+    if attempt.version == 2:
+        pathlib.Path("swapping").touch()
+        time.sleep(5)
+
+
+_Attempt.update_weights = update_weights
+"""
+LONG = ("--steps", "10000", "--eval-problems", "0", "--groups-per-step", "8")  # would take hours
+
+
 @pytest.fixture
-def long_run(tmp_path: Path) -> Iterator[Command]:
-    """A run that would take hours, killed at the end of the test if it is still there."""
-    command = Command(tmp_path / "run", "--steps", "10000", "--eval-problems", "0", "--groups-per-step", "8")
-    yield command
-    command.process.kill()
-    for process in command.survivors():
-        process.kill()
-    command.process.communicate()
+def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
+    """`start(*arguments, task=…)` types a command; it is killed at the end of the test if it is still there."""
+    commands: list[Command] = []
+
+    def start(*arguments: str, **task: str) -> Command:
+        commands.append(Command(tmp_path / "run", *arguments, **task))
+        return commands[-1]
+
+    yield start
+    for command in commands:
+        command.process.kill()
+        for process in command.survivors():
+            process.kill()
+        command.process.communicate()
 
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_a_run_from_the_command_line_leaves_a_model_and_no_process(tmp_path: Path) -> None:
+def test_somebody_elses_environment_trains_from_the_command_line_and_leaves_a_model_and_no_process(
+    start: Start, tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    command = Command(tmp_path / "run", "--steps", "3", "--eval-problems", "32", "--groups-per-step", "8")
+    (tmp_path / "third_party.py").write_text(THIRD_PARTY)
+    options = ("--steps", "3", "--eval-problems", "32", "--groups-per-step", "8")
+    command = start(*options, task="third_party:ThirdPartySums-v0")
     command.wait_for_updates(1)
     command.remember_family()
     output, errors = command.process.communicate(timeout=START_S)
     assert command.process.returncode == 0, errors
     assert errors == "" and "step 3/3" in output
-    assert command.summary()["status"] == "done" and command.summary()["mismatch_max_abs"] <= 1e-4
+    summary = command.summary()
+    assert (summary["status"], summary["updates"], summary["weight_updates"]) == ("done", 3, 3)
+    assert summary["mismatch_max_abs"] <= 1e-4 and summary["failures"] == {}
+    assert 0 < summary["eval_before"] < 1
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
     command.assert_gone()
@@ -147,40 +222,47 @@ def test_a_run_from_the_command_line_leaves_a_model_and_no_process(tmp_path: Pat
 
 @pytest.mark.engine
 @pytest.mark.slow
-@pytest.mark.parametrize("updates", [0, 1], ids=["starting", "training"])
-def test_ctrl_c_ends_a_run_with_status_130_and_a_readable_folder(long_run: Command, updates: int) -> None:
-    if updates:
-        long_run.wait_for_updates(updates)
+@pytest.mark.parametrize("swapping", [False, True], ids=["starting", "swapping weights"])
+def test_ctrl_c_ends_a_run_with_status_130_and_a_readable_folder(start: Start, tmp_path: Path, swapping: bool) -> None:
+    (tmp_path / "slow_swap.py").write_text(SLOW_SWAP)
+    command = start(*LONG, task="slow_swap:rlenv/math-v0")
+    if swapping:
+        command.wait_until((tmp_path / "swapping").exists)
     else:
         time.sleep(8)
-    long_run.press_ctrl_c()
-    _, errors = long_run.process.communicate(timeout=END_S)
-    assert long_run.process.returncode == 130 and "Traceback" not in errors
-    long_run.assert_gone()
-    assert long_run.summary()["status"] == "interrupted"
-    assert len(read_metrics(long_run.folder / "metrics.jsonl")) == long_run.summary().get("updates", 0)
+    command.press_ctrl_c()
+    _, errors = command.process.communicate(timeout=END_S)
+    assert command.process.returncode == 130 and "Traceback" not in errors
+    command.assert_gone()
+    assert command.summary()["status"] == "interrupted"
+    assert command.summary().get("updates", 0) == swapping  # the update under way is not one
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    assert len(read_metrics(metrics)) == swapping and (tmp_path / "run" / "curves.png").is_file()
 
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_a_second_ctrl_c_ends_it_at_once(long_run: Command) -> None:
-    long_run.wait_for_updates(1)
-    long_run.press_ctrl_c()
+def test_a_second_ctrl_c_ends_it_at_once(start: Start) -> None:
+    command = start(*LONG)
+    command.wait_for_updates(1)
+    command.press_ctrl_c()
     time.sleep(0.2)
     began = time.monotonic()
-    long_run.press_ctrl_c()
-    long_run.process.communicate(timeout=END_S)
-    assert long_run.process.returncode == 130 and time.monotonic() - began < 3
-    long_run.assert_gone()
-    assert long_run.summary()["updates"] >= 1
+    command.press_ctrl_c()
+    command.process.communicate(timeout=END_S)
+    assert command.process.returncode == 130 and time.monotonic() - began < 3
+    command.assert_gone()
+    assert command.summary()["updates"] >= 1
 
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_a_killed_run_leaves_no_process(long_run: Command) -> None:
-    long_run.wait_for_updates(1)
-    long_run.remember_family()
-    long_run.process.kill()
-    long_run.process.communicate(timeout=END_S)
-    long_run.assert_gone()
-    assert long_run.summary()["status"] == "running"
+def test_a_killed_run_leaves_no_process_and_no_shared_memory(start: Start) -> None:
+    command = start(*LONG)
+    command.wait_for_updates(1)
+    command.remember_family()
+    assert command.shared
+    command.process.kill()
+    command.process.communicate(timeout=END_S)
+    command.assert_gone()
+    assert command.summary()["status"] == "running"

@@ -218,6 +218,7 @@ def test_a_learner_with_engine_ops_scores_and_trains_through_them(monkeypatch: p
     assert learner.logprobs([[6, 7, 8, 9]])[0] != before
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # what libraries say of one another while vLLM is imported
 def test_those_of_vllms_ops_that_also_run_on_a_cpu_compute_what_the_twins_compute() -> None:
     twins, device, config = torch_kernels(torch.float32), torch.device("cpu"), llama().config

@@ -43,7 +43,9 @@ def started(tmp_path: Path, cleanup: str) -> tuple[subprocess.Popen[str], psutil
     return run, psutil.Process(int(run.stdout.readline()))
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_one_signal_lets_the_cleanup_run(tmp_path: Path, number: int, status: int) -> None:
     run, child = started(tmp_path, "pass")
     run.send_signal(number)

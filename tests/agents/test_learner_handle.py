@@ -116,6 +116,7 @@ def one_token_rollouts(learner: LearnerHandle, rng: np.random.Generator) -> tupl
     return pack(score([group(*rows)]), version=version), float(chances[WANTED])
 
 
+@pytest.mark.slow
 def test_a_learner_in_its_own_process_learns_to_prefer_a_token(shared: Shared) -> None:
     learner, client, rng = shared.learner, RecordingClient(), np.random.default_rng(0)
 
@@ -275,11 +276,9 @@ HOST = textwrap.dedent("""
 """)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_environment")
-@pytest.mark.parametrize(
-    "moment",
-    ["starting", pytest.param("idle", marks=pytest.mark.slow), pytest.param("computing", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("moment", ["starting", "idle", "computing"])
 def test_the_process_ends_when_its_host_is_killed(model_folder: str, tmp_path: Path, moment: str) -> None:
     command = [sys.executable, "-c", HOST, model_folder, str(tmp_path / "order"), moment]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as host:

@@ -250,6 +250,7 @@ def test_cancelling_the_run_aborts_what_is_in_flight(scripted: Start) -> None:
     assert engine.in_flight == 0
 
 
+@pytest.mark.slow
 def test_idle_shares_say_which_side_waited(scripted: Start) -> None:
     slow_engine = loop_of(scripted(lambda p, s: "abcdefgh", delay=0.02), FakeLearner(), steps=3, staleness=0)
     asyncio.run(slow_engine.run())

@@ -78,7 +78,7 @@ def test_an_isolated_environment_is_the_same_environment(env: gymnasium.Env[str,
     assert env.observation_space == plain.observation_space
 
 
-@pytest.mark.parametrize("action", ["sleep", "spin"])
+@pytest.mark.parametrize("action", [pytest.param("sleep", marks=pytest.mark.slow), "spin"])
 def test_a_step_over_its_limit_is_truncated_and_its_process_ended(env: gymnasium.Env[str, Any], action: str) -> None:
     env.reset(seed=0)
     began = time.monotonic()
@@ -87,6 +87,7 @@ def test_a_step_over_its_limit_is_truncated_and_its_process_ended(env: gymnasium
     assert workers() == []
 
 
+@pytest.mark.slow
 def test_after_a_timeout_reset_starts_another_process(env: gymnasium.Env[str, Any]) -> None:
     first, _ = env.reset(seed=3)
     env.step("spin")
@@ -126,6 +127,7 @@ def test_closing_twice_leaves_no_process(env: gymnasium.Env[str, Any]) -> None:
         env.step("ok")
 
 
+@pytest.mark.slow
 def test_hanging_slots_of_a_vector_are_flagged_and_the_others_step_on() -> None:
     envs = rlenv.make_vec("tests/obedient-v0", 16, step_timeout_s=2.0)
     envs.reset(seed=0)
@@ -168,6 +170,7 @@ def test_a_hanging_step_of_a_coroutine_is_counted_and_does_not_hold_up_the_loop(
         env.close()
 
 
+@pytest.mark.slow
 def test_a_hanging_reset_is_a_failure_of_that_episode_alone(scripted: Scripted) -> None:
     env = rlenv.make("tests/obedient-v0", engine=scripted(lambda ids, sample: "ok"), step_timeout_s=1.0)
     assert env.reset(seed=0, options={"nap": 60})[1] == {"failure": "timeout"}
@@ -177,6 +180,7 @@ def test_a_hanging_reset_is_a_failure_of_that_episode_alone(scripted: Scripted) 
     env.close()
 
 
+@pytest.mark.slow
 def test_a_killed_parent_leaves_no_spinning_worker(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(

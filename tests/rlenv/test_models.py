@@ -136,6 +136,7 @@ def test_building_writes_the_shipped_tokenizer_and_config(tmp_path: Path) -> Non
     assert built == shipped
 
 
+@pytest.mark.slow
 def test_a_seed_builds_the_same_weights_again(tmp_path: Path) -> None:
     for name in ("one", "two"):
         build(tmp_path / name, steps=2, seed=3)

@@ -1,12 +1,11 @@
-"""The real engine's life: it starts, is cancelled, starved, killed, restarted and closed, and leaves nothing behind."""
+"""The real engine's life: it is cancelled, starved, trained on, killed, restarted and closed, and leaves nothing."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,14 @@ from typing import Any
 import psutil
 import pytest
 
+import rlenv
 from benchmarks.faults import FaultyEngine, perturb
+from rlenv.agents.config import TrainConfig
+from rlenv.agents.learner_types import StepMetrics
+from rlenv.agents.loop import TrainLoop
+from rlenv.agents.packing import Batch
+from rlenv.agents.sampler import Sampler
+from rlenv.agents.tally import StepRow
 from rlenv.engine.base import Manifest, WeightSyncClient
 from rlenv.engine.process import VLLMProcesses
 from rlenv.engine.transfer import update
@@ -25,7 +31,9 @@ from rlenv.engine.transfer.sender import ModelSender
 from rlenv.engine.vllm import VLLMEngine
 from rlenv.errors import EngineDeadError, EngineError, WeightUpdateError
 from rlenv.models import default_model
-from rlenv.types import Sample
+from rlenv.rollout import EnvPool, rollout_group
+from rlenv.types import Group, Sample
+from tests.agents.fakes import FakeLearner
 
 pytestmark = pytest.mark.engine
 
@@ -33,7 +41,7 @@ PROMPT = [9, 8, 7]
 LONG = Sample(max_tokens=240, ignore_eos=True)
 GREEDY = Sample(temperature=0.0, max_tokens=32, ignore_eos=True)
 NOTICE_S = 5.0
-GONE_S = 20.0
+STEPS, GROUPS = 4, 2
 
 
 class Learner(ModelSender):
@@ -128,6 +136,53 @@ def test_a_sender_that_hangs_is_given_up_and_the_old_weights_serve_on(
     assert (completion.token_ids, vllm_engine.weight_version) == (greedy, version)
 
 
+class Trainee(FakeLearner):
+    """A learner whose steps begin when the next batch may be sampled, and end while that batch is being sampled."""
+
+    def __init__(self, learner: Learner, engine: VLLMEngine) -> None:
+        super().__init__()
+        self.send, self.logprobs = learner.send, learner.logprobs
+        self._model, self._engine = learner.model, engine
+        self.begun = [asyncio.Event() for _ in range(STEPS)]  # whether groups of a batch may start
+        self.begun[0].set()
+
+    async def step(self, batch: Batch) -> StepMetrics:
+        if batch.version + 1 < STEPS:
+            self.begun[batch.version + 1].set()
+            while not any(self._engine.progress().values()):  # noqa: ASYNC110 - an engine tells no one
+                await asyncio.sleep(0.002)
+        perturb(self._model, seed=batch.version, size=1e-3)
+        return await super().step(batch)
+
+
+def test_a_training_run_swaps_weights_in_mid_generation_at_every_update(mortal: VLLMEngine, learner: Learner) -> None:
+    groups: dict[int, Group] = {}
+    rows: list[StepRow] = []
+
+    async def run() -> dict[str, Any]:
+        trainee, pool = Trainee(learner, mortal), EnvPool(lambda: rlenv.make("math-v0", engine=mortal))
+        whole_context = Sampler(Sample(ignore_eos=True))
+
+        async def roll(id: int, seed: int) -> Group:
+            await trainee.begun[id // GROUPS].wait()
+            groups[id] = await rollout_group(pool, whole_context, id=id, seed=seed, group_size=4)
+            return groups[id]
+
+        config = TrainConfig("math-v0", steps=STEPS, groups_per_step=GROUPS, group_size=4)
+        loop = TrainLoop(mortal, trainee, roll, config, rows.append)
+        with contextlib.closing(pool):
+            await asyncio.wait_for(loop.run(), 120)
+        return loop.tally.summary()
+
+    summary = asyncio.run(run())
+    assert [row.in_flight > 0 for row in rows] == [True] * (STEPS - 1) + [False]  # no batch follows the last
+    assert (summary["weight_updates_mid_generation"], summary["staleness_max"]) == (STEPS - 1, 1)
+    assert summary["canary_failures"] == 0 and 0 < summary["mismatch_max_abs"] <= 1e-4
+    for id in range(GROUPS, STEPS * GROUPS):
+        swap = {str(id // GROUPS - 1), str(id // GROUPS)}
+        assert any(row.labels == swap for row in groups[id].trajectories), groups[id]
+
+
 def test_death_of_the_core_is_noticed_in_seconds_and_a_restart_clears_it_away(
     mortal: VLLMEngine, learner: Learner
 ) -> None:
@@ -139,35 +194,37 @@ def test_death_of_the_core_is_noticed_in_seconds_and_a_restart_clears_it_away(
     _assert_all_die([*requests, waiting], pending=16)
     _assert_dead(mortal)
 
-    assert mortal.restart_sync(learner).label == "0#2"
+    again = f"{mortal.weight_version}#2"
+    assert mortal.restart_sync(learner).label == again
     assert not _remains(former)
-    assert mortal.generate_sync(PROMPT, GREEDY).labels == {"0#2"}
+    assert mortal.generate_sync(PROMPT, GREEDY).labels == {again}
 
 
 def test_a_death_in_an_update_fails_every_call_and_a_restart_brings_its_version_back(
     mortal: VLLMEngine, learner: Learner
 ) -> None:
+    version = mortal.weight_version + 1
     perturb(learner.model, seed=1, size=3e-2)
-    mortal.update_weights_sync(learner, 4)
+    proven = mortal.update_weights_sync(learner, version).label
     perturb(learner.model, seed=2, size=3e-2)
     requests = [mortal.submit(PROMPT, LONG) for _ in range(16)]
     learner.hook = lambda: _kill(mortal, "Worker")
-    updating = mortal.start(mortal._update_weights(learner, 5, "keep", True))
-    waiter = mortal.start(mortal._proven(frozenset({"5"})))
+    updating = mortal.start(mortal._update_weights(learner, version + 1, "keep", True))
+    waiter = mortal.start(mortal._proven(frozenset({f"{version + 1}"})))
     _assert_all_die([*requests, updating, waiter], pending=16)
     _assert_dead(mortal)
     former = _processes(mortal)
 
     learner.hook = lambda: None
-    report = mortal.restart_sync(learner, 5)
+    report = mortal.restart_sync(learner, version + 1)
     assert not _remains(former)
-    assert (report.version, mortal.weight_version, mortal.in_flight) == (5, 5, 0)
-    assert report.label in ("5", "5#2") and report.mismatch_max <= 1e-4
+    assert (report.version, mortal.weight_version, mortal.in_flight) == (version + 1, version + 1, 0)
+    assert report.label in (f"{version + 1}", f"{version + 1}#2") and report.mismatch_max <= 1e-4
     completion = mortal.generate_sync(PROMPT, GREEDY)
     assert completion.labels == {report.label}
     assert _greedy(learner, completion.prompt_ids) == completion.token_ids
-    asyncio.run(mortal.proven([report.label, "4"]))  # rows of the former life that were proven stay good
-    assert mortal.update_weights_sync(learner, 6).label == "6"
+    asyncio.run(mortal.proven([report.label, proven]))  # rows of the former life that were proven stay good
+    assert mortal.update_weights_sync(learner, version + 2).label == f"{version + 2}"
 
 
 def test_close_fails_what_waits_and_leaves_nothing(mortal: VLLMEngine) -> None:
@@ -182,30 +239,6 @@ def test_close_fails_what_waits_and_leaves_nothing(mortal: VLLMEngine) -> None:
         assert not isinstance(error.value, EngineDeadError)
     assert mortal.in_flight == 0 and not _remains(processes)
     mortal.close()
-
-
-SCRIPT = """
-import time
-from rlenv.engine.vllm import VLLMEngine
-from rlenv.models import default_model
-engine = VLLMEngine(default_model(), device="cpu", max_model_len=256)
-print("ready", flush=True)
-time.sleep(600)
-"""
-
-
-def test_a_killed_parent_leaves_no_process_and_no_shared_memory() -> None:
-    parent = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
-    family = psutil.Process(parent.pid).children(recursive=True)
-    shared = {Path(area.path) for process in family for area in process.memory_maps() if "/dev/shm/" in area.path}
-    assert len(family) >= 3 and shared  # core, worker, resource tracker, and the queues between them
-    parent.kill()
-    parent.communicate()
-    deadline = time.monotonic() + GONE_S
-    while left := [*filter(_runs, family), *filter(Path.exists, shared)]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
 
 
 def _kill(engine: VLLMEngine, name: str) -> None:
@@ -235,7 +268,7 @@ def _assert_all_die(calls: Sequence[Future[Any]], pending: int) -> None:
 
 def _assert_dead(engine: VLLMEngine) -> None:
     began = time.monotonic()
-    for call in (lambda: engine.submit(PROMPT, GREEDY), engine.resume_sync, lambda: asyncio.run(engine.proven(["4"]))):
+    for call in (lambda: engine.submit(PROMPT, GREEDY), engine.resume_sync, lambda: asyncio.run(engine.proven(["0"]))):
         with pytest.raises(EngineDeadError):
             call()
     assert time.monotonic() - began < 0.5 and engine.in_flight == 0

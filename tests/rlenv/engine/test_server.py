@@ -125,6 +125,7 @@ def test_server_that_hangs_ends_every_call_and_names_the_route(
         engine.submit(PROMPT, SHORT)
 
 
+@pytest.mark.slow
 def test_server_that_hangs_while_it_generates_is_noticed(
     fake: FakeServer, connect: Callable[..., ServerEngine]
 ) -> None:
@@ -195,6 +196,7 @@ def test_server_that_dies_during_an_update_ends_it_in_seconds(
     assert fake.calls[route] == 1
 
 
+@pytest.mark.slow
 def test_server_that_hangs_in_a_transfer_ends_it_and_the_senders_thread(
     fake: FakeServer, connect: Callable[..., ServerEngine]
 ) -> None:

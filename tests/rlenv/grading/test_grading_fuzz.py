@@ -101,6 +101,7 @@ def grade_anything(response: str, reference: str) -> None:
     assert all(peak_bytes(pid) < MEMORY_CAP for pid in held())
 
 
+@pytest.mark.slow
 @given(RESPONSES, REFERENCES)
 @example(r"\boxed{" * 30_000, "7")
 @example("{" * 100_000, "7")

@@ -47,7 +47,7 @@ def pool() -> Iterator[Pool]:
     pool.close()
 
 
-@pytest.mark.parametrize("response", [BOXED_ENDLESS, ENDLESS_FOR_MATH_VERIFY])
+@pytest.mark.parametrize("response", [BOXED_ENDLESS, pytest.param(ENDLESS_FOR_MATH_VERIFY, marks=pytest.mark.slow)])
 def test_a_hanging_answer_is_cut_off_in_time_and_abstained_on(response: str) -> None:
     started = time.perf_counter()
     verdict = grade_math(response, "1", timeout_s=0.5)
@@ -57,6 +57,7 @@ def test_a_hanging_answer_is_cut_off_in_time_and_abstained_on(response: str) -> 
     assert grade_math(r"\boxed{1/2}", "0.5").correct
 
 
+@pytest.mark.slow
 def test_the_clock_starts_at_execution_not_while_queued(pool: Pool) -> None:
     slow = {"candidate": ENDLESS, "reference": "1"}
     quick = {"candidate": "1/2", "reference": "0.5"}
@@ -93,6 +94,7 @@ for attempt in attempts:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_sympy_is_barred_from_evaluating_text() -> None:
     code = """
 import sympy
@@ -169,6 +171,7 @@ def test_no_worker_outlives_its_parent(ending: str) -> None:
     assert gone_within(pids, 5.0)
 
 
+@pytest.mark.slow
 def test_a_worker_amid_a_request_dies_with_its_parent_too() -> None:
     code = f"""
 import os, signal, threading, time
@@ -184,6 +187,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert gone_within(pids, 5.0)
 
 
+@pytest.mark.slow
 def test_a_forked_child_makes_its_own_workers_and_leaves_its_parents_alone() -> None:
     code = (
         EXIT
@@ -205,6 +209,7 @@ print(grade_math(r"\\boxed{3/6}", "0.5").correct, *(worker._process.pid for work
     assert gone_within([int(pid) for pid in mine + theirs[1:]], 5.0)
 
 
+@pytest.mark.slow
 def test_a_forked_child_does_not_keep_a_killed_parents_workers_alive() -> None:
     code = (
         EXIT
