@@ -60,18 +60,6 @@ class Server:
         status = self._process.wait()
         raise EngineDeadError(f"the server of {self.model!r} at {self.url} ended with status {status}{self._tail()}")
 
-    def restart(self) -> None:
-        """End what is left of the server and start it anew at the same address, with the weights of its folder."""
-        self._end()
-        self._start()
-
-    def kill(self) -> None:
-        """End the server at once, as a crash would."""
-        for process in self.processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        self._process.wait()
-
     def close(self) -> None:
         """End the server and every process below it. Closing twice is closing once."""
         self._end()

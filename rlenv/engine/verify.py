@@ -105,7 +105,8 @@ class _Comparison:
             self._report.not_covered.append("log-probs: the server is paused, so that it answers no request")
         else:
             await self._compare_canaries(setup)
-        self._report.smallest = await asyncio.to_thread(_smallest, self._model, setup.dtype, fingerprinted)
+        if self._report.matches:
+            self._report.smallest = await asyncio.to_thread(_smallest, self._model, setup.dtype, fingerprinted)
         return self._report
 
     async def _ask_setup(self) -> Setup:

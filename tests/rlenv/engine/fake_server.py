@@ -29,6 +29,7 @@ class FakeServer:
         self.hangs: set[str] = set()
         self.fails: dict[str, tuple[int, str]] = {}
         self.breaks: Counter[str] = Counter()  # route → how many of its next calls end without an answer
+        self.slow: dict[str, float] = {}  # route → seconds between what it does and its answer
         self.dies_at = ""
         self.logprob = -1.0
         self._released = threading.Event()
@@ -117,7 +118,9 @@ def _handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
                 status, message = server.fails[route]
                 self._send(status, {"error": {"message": message}})
             else:
-                self._send(200, server.answer(route, body))
+                answer = server.answer(route, body)
+                time.sleep(server.slow.get(route, 0.0))
+                self._send(200, answer)
 
         do_POST = do_GET
 

@@ -23,6 +23,7 @@ from benchmarks.faults import catalogue, inject
 from rlenv.engine import serving
 from rlenv.engine.base import Manifest, WeightSyncClient
 from rlenv.engine.process import server_environment
+from rlenv.engine.remote import _in_json
 from rlenv.engine.server import ServerEngine
 from rlenv.engine.serving import serve
 from rlenv.engine.settings import engine_settings
@@ -81,6 +82,15 @@ def test_server_whose_starter_is_gone_ends_itself() -> None:
     environment = {**os.environ, PARENT: str(gone.pid)}
     server = subprocess.Popen([sys.executable, "-c", _WITHOUT_VLLM + code], env=environment)
     assert server.wait(20) == 1
+
+
+@pytest.mark.engine
+def test_handle_of_a_gpus_memory_survives_json() -> None:
+    from rlenv.engine.transfer.ipc import _restored
+
+    plain = [None, [2, 3], [3, 1], 0, None, "float32", 0, b"\x00handle\xff", 24, 0, b"counter", 0, None, True]
+    through_json = json.loads(json.dumps(_in_json({"ipc_handles": [{"GPU-1": plain}]})))
+    assert _restored(through_json["ipc_handles"][0]["GPU-1"]) == _restored(plain)
 
 
 @pytest.mark.engine
