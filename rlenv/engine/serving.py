@@ -45,7 +45,11 @@ class Server:
         self._settings, self._host, self._port = settings, host, port
         self._scratch = None if log else tempfile.TemporaryDirectory(prefix="rlenv-server-")
         self.log = log or Path(self._scratch.name if self._scratch else "", "server.log")
-        self._start()
+        try:
+            self._start()
+        except BaseException:
+            self._discard_scratch()
+            raise
 
     @property
     def processes(self) -> list[psutil.Process]:
@@ -63,8 +67,7 @@ class Server:
     def close(self) -> None:
         """End the server and every process below it. Closing twice is closing once."""
         self._end()
-        if self._scratch is not None:
-            self._scratch.cleanup()
+        self._discard_scratch()
 
     def __enter__(self) -> Self:
         return self
@@ -101,10 +104,9 @@ class Server:
                 if (status := self._process.poll()) is not None:
                     raise EngineError(f"no server started for {self.model!r}: status {status}{self._tail()}")
                 for port in self._listening():
-                    url = f"http://{self._host}:{port}"
+                    url = f"http://[{self._host}]:{port}" if ":" in self._host else f"http://{self._host}:{port}"
                     with contextlib.suppress(httpx.TransportError):
                         if client.get(f"{url}/health").is_success:
-                            self._port = port
                             return url
                 time.sleep(_POLL_S)
         raise EngineError(f"the server of {self.model!r} was not healthy after {START_S:.0f} s{self._tail()}")
@@ -125,6 +127,10 @@ class Server:
                 process.kill()
         self._process.wait()
         psutil.wait_procs(family, timeout=SHUTDOWN_S)
+
+    def _discard_scratch(self) -> None:
+        if self._scratch is not None:
+            self._scratch.cleanup()
 
     def _tail(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]

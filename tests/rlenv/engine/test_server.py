@@ -182,6 +182,17 @@ def test_nan_that_json_cannot_carry_refutes_the_update(fake: FakeServer, connect
         engine.update_weights_sync(FakeSender(), 1)
 
 
+def test_pause_that_overtakes_a_request_waits_for_it_all_the_same(
+    fake: FakeServer, connect: Callable[..., ServerEngine]
+) -> None:
+    engine = connect()
+    fake.late[GENERATE] = 0.3
+    request = engine.submit(PROMPT, SHORT)
+    engine.pause_sync("wait")
+    assert request.result(0).finish_reason == "length"
+    assert fake.paused and fake.calls["/pause"] == 2
+
+
 @pytest.mark.parametrize("route", ["/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"])
 def test_server_that_dies_during_an_update_ends_it_in_seconds(
     fake: FakeServer, connect: Callable[..., ServerEngine], route: str

@@ -94,6 +94,13 @@ def test_handle_of_a_gpus_memory_survives_json() -> None:
 
 
 @pytest.mark.engine
+def test_wrong_token_is_refused_and_the_server_left_as_it_was(server_engine: ServerEngine) -> None:
+    with pytest.raises(ConfigError, match="pass the token"):
+        ServerEngine(server_engine.url, token="wrong")
+    assert server_engine.generate_sync(PROMPT, LONG).finish_reason == "length"
+
+
+@pytest.mark.engine
 @pytest.mark.parametrize("name", OVER_HTTP)
 def test_fault_is_caught_over_http_as_in_process(server_engine: Any, name: str) -> None:
     [fault] = [fault for fault in catalogue() if fault.name == name]
