@@ -16,11 +16,12 @@ import tyro
 from rich.console import Console
 
 import rlenv
+from rlenv.agents.audit_config import AuditConfig
 from rlenv.agents.config import TrainConfig, check_surroundings
 from rlenv.agents.display import display_for
 from rlenv.agents.interrupt import Interrupted, leave_at_once, run_interruptible
 from rlenv.agents.parts import open_parts
-from rlenv.agents.run import Run, SavingLearner
+from rlenv.agents.run import Run, RunLearner
 from rlenv.agents.terminal import Terminal, output_to
 from rlenv.agents.transcript import show_replay
 from rlenv.engine.base import Engine
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             {
                 "train": train,
                 "demo": demo,
+                "audit": audit,
                 "replay": replay,
                 "list": list_tasks,
                 "serve": serve_until_ended,
@@ -80,6 +82,19 @@ def demo(config: Annotated[TrainConfig, tyro.conf.arg(name="")] = DEMO) -> None:
     train(config)
 
 
+def audit(config: Annotated[AuditConfig, tyro.conf.arg(name="")]) -> int:
+    """Measure each cause by which engine and learner may disagree at equal weights, and name those that do."""
+    from rlenv.agents import audit_report
+    from rlenv.agents.audit import audit as measure
+
+    rlenv.spec(config.task)
+    result = measure(config)
+    audit_report.show(result, Console())
+    if config.out:
+        audit_report.write(result, Path(config.out))
+    return 0 if result.passed else 1
+
+
 def replay(file: Annotated[str, tyro.conf.arg(name="", metavar="FILE")], index: int = 0, failures: bool = False) -> int:
     """Show a recorded rollout, and grade it again by playing its actions once more.
 
@@ -97,7 +112,7 @@ def list_tasks() -> None:
 
 
 @asynccontextmanager
-async def _open_quiet_parts(config: TrainConfig) -> AsyncIterator[tuple[Engine, SavingLearner]]:
+async def _open_quiet_parts(config: TrainConfig) -> AsyncIterator[tuple[Engine, RunLearner]]:
     """The parts of a run, whose output goes to a log beside its summary instead of across the display."""
     log = Path(config.run_dir) / "engine.log"
     with output_to(log):

@@ -15,12 +15,13 @@ from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
-from rlenv.engine.base import PauseMode
+from rlenv.engine.base import HeadDtype, PauseMode
 from rlenv.errors import ConfigError
 
 Mode = Literal["sync", "one-step-off", "async"]
 Device = Literal["auto", "cpu", "cuda"]
 ConstantGroups = Literal["keep", "filter", "resample"]
+OnCollapse = Literal["warn", "stop"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,14 @@ class TrainConfig:
     """Where engine and learner compute."""
     eval_problems: int = 512
     """Held-out problems evaluated before and after, once at temperature 1 and once greedily; 0 leaves that out."""
+    eval_every: int = 0
+    """Evaluate on them during training, too, at temperature 1, after every so many steps; 0 leaves that out."""
+    fp32_head: bool = True
+    """Multiply the output head in fp32, in engine and learner alike; otherwise both do so in bf16."""
+    force: bool = False
+    """Train even if the audit before the first update finds that engine and learner disagree."""
+    on_collapse: OnCollapse = "warn"
+    """What to do when the ratios of an update show that sampling and learning have parted ways."""
     shuffle_rewards: bool = False
     """Control run: rewards change owners at random within a batch, so that nothing can be learned from them."""
 
@@ -83,6 +92,7 @@ class TrainConfig:
         _one_of("pause", self.pause, PauseMode)
         _one_of("device", self.device, Device)
         _one_of("constant_groups", self.constant_groups, ConstantGroups)
+        _one_of("on_collapse", self.on_collapse, OnCollapse)
         _at_least("staleness", self.staleness, 0)
         _positive("lr", self.lr)
         _positive("temperature", self.temperature)
@@ -90,6 +100,11 @@ class TrainConfig:
             _at_least("max_tokens", self.max_tokens, 1)
         _at_least("seed", self.seed, 0)
         _at_least("eval_problems", self.eval_problems, 0)
+        _at_least("eval_every", self.eval_every, 0)
+
+    @property
+    def head(self) -> HeadDtype:
+        return "float32" if self.fp32_head else "bfloat16"
 
     @property
     def staleness_bound(self) -> int:

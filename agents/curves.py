@@ -26,6 +26,8 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], p
 
     learning.plot(steps, [row["reward"] for row in rows], label="reward of the training batch")
     _mark_evaluations(learning, summary, ("eval_before", "eval_after"), steps, "held-out, temperature 1", "o")
+    during = summary.get("evaluations", [])
+    learning.plot([row["step"] for row in during], [row["accuracy"] for row in during], "o", color="tab:orange")
     _mark_evaluations(learning, summary, ("eval_before_greedy", "eval_after_greedy"), steps, "held-out, greedy", "^")
     learning.set(title="Reward", xlabel="step")
     learning.legend(loc="lower right")

@@ -62,9 +62,16 @@ def distinct_seeds(task: str, count: int) -> list[int]:
 async def evaluate(rollout: Callable[[int, int], Awaitable[Group]], seeds: Sequence[int]) -> Evaluation:
     """Roll out one episode a seed, all at once, through the path that training takes.
 
-    `rollout(id, seed)` gives a group of one. Raises GroupError when every episode failed.
+    `rollout(id, seed)` gives a group of one. Raises GroupError when every episode failed, and what a rollout raised,
+    which ends the others.
     """
-    groups = await asyncio.gather(*(rollout(id, seed) for id, seed in enumerate(seeds)))
+    tasks = [asyncio.ensure_future(rollout(id, seed)) for id, seed in enumerate(seeds)]
+    try:
+        groups = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
     rows = [row for group in groups for row in group.trajectories]
     failures = Counter(failure.cause for group in groups for failure in group.failures)
     if not rows:

@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +23,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rlenv.agents.corrections import BUCKETS, RatioTable, buckets
-from rlenv.agents.learner_types import LearnerConfig, LossConfig, StepMetrics
+from rlenv.agents.exact import ExactPolicy
+from rlenv.agents.learner_types import LearnerConfig, LossConfig, Scoring, StepMetrics
 from rlenv.agents.losses import TokenLosses, multi_step_loss, one_step_loss
-from rlenv.agents.packing import Batch, MicroBatch, micro_batches, rows_to_score
+from rlenv.agents.packing import Batch, FloatArray, MicroBatch, micro_batches, rows_to_score
 from rlenv.agents.policy import Policy
 from rlenv.errors import LearnerError
 
@@ -41,7 +43,7 @@ class Learner:
         self.version = 0
         self.model = model or AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
         self._accelerator = Accelerator(cpu=config.device == "cpu", mixed_precision=config.mixed_precision)
-        policy = Policy(self.model, fp32_head=config.fp32_head)
+        policy = ExactPolicy(self.model) if config.engine_ops else Policy(self.model, config.scoring)
         optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
         self._policy, self._optimizer = self._accelerator.prepare(policy, optimizer)
         self._optimizer_steps = 0
@@ -67,9 +69,27 @@ class Learner:
         self.version += 1
         return self._metrics(batch, table, losses, norms, began)
 
+    @torch.no_grad()
+    def score(self, batch: Batch, scoring: Scoring | None = None) -> FloatArray:
+        """Log-probs [L] of the batch's live ids in their order, computed as `step` does; or by another `scoring`."""
+        policy = self._accelerator.unwrap_model(self._policy)
+        usual = policy.scoring
+        policy.scoring = scoring or usual
+        try:
+            live = [np.flatnonzero(batch.live[start:end]) for start, end in pairwise(batch.offsets)]
+            scores: list[FloatArray] = [np.zeros(0, np.float32)] * batch.rows
+            for micro in micro_batches(batch, self.config.micro_batch_tokens):
+                values, _ = self._policy(*self._inputs(micro))
+                sizes = [len(live[row]) for row in micro.rows]
+                for row, part in zip(micro.rows, values.split(sizes), strict=True):
+                    scores[row] = part.cpu().numpy()
+            return np.concatenate(scores)
+        finally:
+            policy.scoring = usual
+
     @torch.inference_mode()
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probs [n - 1] of ids 1..n-1 of each sequence, at temperature 1, all in fp32: no autocast."""
+        """Log-probs [n - 1] of ids 1..n-1 of each sequence, at temperature 1; fp32 or `engine_ops`, no autocast."""
         long_enough = [number for number, ids in enumerate(sequences) if len(ids) > 1]
         result: list[list[float]] = [[] for _ in sequences]
         if not long_enough:
@@ -181,7 +201,7 @@ class Learner:
         return self._policy(*self._inputs(micro))[0]
 
     def _inputs(self, micro: MicroBatch) -> Iterable[Tensor]:
-        return map(self._to, (micro.token_ids, micro.attention_mask, micro.live, micro.temperatures))
+        return map(self._to, (micro.token_ids, micro.attention_mask, micro.live, micro.sampling))
 
     def _to(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._accelerator.device)

@@ -13,8 +13,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
 
-from rlenv.agents.learner_types import LearnerConfig, StepMetrics
-from rlenv.agents.packing import Batch
+from rlenv.agents.learner_types import LearnerConfig, Scoring, StepMetrics
+from rlenv.agents.packing import Batch, FloatArray
 from rlenv.engine.base import Manifest, WeightSyncClient
 from rlenv.engine.threads import in_thread
 from rlenv.errors import ConfigError, LearnerError
@@ -41,7 +41,7 @@ LOG_TAIL = 4000  # bytes
 class LearnerHandle:
     """A learner in a process of its own, which starts at once and ends with this one; a WeightSender.
 
-    `step` and `save` are awaited, `send` and `logprobs` block (an engine calls them off its event loop);
+    `step`, `score` and `save` are awaited, `send` and `logprobs` block (an engine calls them off its event loop);
     requests are served one after another. All raise LearnerError with the child's traceback, or with its
     exit code and the end of its log when it died; a setting that cannot work raises ConfigError. `log` is
     the file for what the process prints. `version` is that of the weights after the last finished step.
@@ -56,6 +56,7 @@ class LearnerHandle:
         self._lock = threading.Lock()
         self._closed = False
         self.version = 0
+        self.scoring = config.scoring
         self._log: IO[bytes] = log.open("w+b") if log else tempfile.TemporaryFile()  # noqa: SIM115 - until close
         self._connection: Connection[Any, Any]
         self._connection, child = multiprocessing.Pipe()
@@ -89,6 +90,11 @@ class LearnerHandle:
         metrics: StepMetrics = await in_thread(self._call, "step", batch)
         self.version = metrics.version
         return metrics
+
+    async def score(self, batch: Batch, scoring: Scoring | None = None) -> FloatArray:
+        """Log-probs [L] of the batch's live ids, as an update computes them, or by another `scoring`."""
+        scores: FloatArray = await in_thread(self._call, "score", batch, scoring)
+        return scores
 
     async def save(self, folder: Path) -> None:
         """Write model and tokenizer, loadable by transformers; the folder appears whole or not at all."""

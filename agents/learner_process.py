@@ -1,6 +1,6 @@
 """Requests of a `LearnerHandle` enter through an inherited socket; their results, or a traceback, leave through it.
 
-    host → child   (name, arguments)           "ready", "step", "save", "send" or "logprobs"
+    host → child   (name, arguments)           "ready", "step", "score", "save", "send" or "logprobs"
     child → host   ("call", method, arguments) while sending: what the sender asks of the engine
     host → child   ("value", result) | ("error", text)
     child → host   ("value", result) | ("config", text) | ("error", traceback)
@@ -23,8 +23,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlenv.agents.learner_types import LearnerConfig, StepMetrics
-from rlenv.agents.packing import Batch
+from rlenv.agents.learner_types import LearnerConfig, Scoring, StepMetrics
+from rlenv.agents.packing import Batch, FloatArray
 from rlenv.engine.base import Manifest
 from rlenv.errors import ConfigError, LearnerError
 
@@ -61,6 +61,9 @@ class Server:
 
     def step(self, batch: Batch) -> StepMetrics:
         return self._learner.step(batch)
+
+    def score(self, batch: Batch, scoring: Scoring | None) -> FloatArray:
+        return self._learner.score(batch, scoring)
 
     def save(self, folder: str) -> None:
         self._learner.save(Path(folder))

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rlenv.engine.base import HeadDtype
 from rlenv.errors import ConfigError
 
 
@@ -28,19 +29,35 @@ class LossConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Scoring:
+    """Which distribution the learner's log-probs are of. The defaults are right: that which was sampled from.
+
+    Anything else is a mistake which training code has made, and which `rlenv audit` recognises and prices:
+    logits that are not divided by the sampling temperature, a log-softmax over ids that top-p and top-k had
+    taken out, an output head that multiplies in another precision than the engine's.
+    """
+
+    temperature: bool = True
+    support: bool = True
+    head: HeadDtype = "float32"
+
+
+@dataclass(frozen=True, slots=True)
 class LearnerConfig:
     """How a model is trained.
 
     `model` is a folder or an id that transformers loads. `lr` rises linearly over the first `warmup_steps`
     optimizer steps, then stays. One update makes `minibatches` optimizer steps, each on its own share of
     the rows. `micro_batch_tokens` bounds the padded ids in one forward. `threads` are torch's, on a CPU.
+    `engine_ops`, on a GPU, computes log-probs by the kernels of a batch-invariant bf16 engine (`rlenv.agents.exact`).
     `sender` ("module:class") moves the weights to the engine by `transfer_backend`, in `transfer_dtype`.
     """
 
     model: str
     device: Literal["cpu", "cuda"] = "cpu"
     mixed_precision: Literal["no", "bf16"] = "no"
-    fp32_head: bool = True
+    scoring: Scoring = field(default_factory=Scoring)
+    engine_ops: bool = False
     lr: float = 1e-5
     warmup_steps: int = 0
     weight_decay: float = 0.0
@@ -61,6 +78,10 @@ class LearnerConfig:
                 raise ConfigError(f"{name} {value} must be above 0")
         if self.warmup_steps < 0:
             raise ConfigError(f"warmup_steps {self.warmup_steps} must be at least 0")
+        if self.engine_ops and self.device == "cpu":
+            raise ConfigError("engine_ops needs a GPU of compute capability 9.0: leave it out with device='cpu'")
+        if self.engine_ops and self.scoring != Scoring():
+            raise ConfigError("engine_ops computes what a right engine does: leave scoring as it is by default")
 
 
 @dataclass(frozen=True, slots=True)

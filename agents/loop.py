@@ -14,8 +14,9 @@ begun under the old. Only the staleness rule (`rlenv.agents.buffer`) couples the
 waits already, the learner is the slower side, and rollouts start evenly over its cycle rather than all at its start.
 They are fresher so, and the engine is not idle when the next weights come.
 
-A rollout that fails is data with a cause. An engine that dies is restarted, and what it had in flight begins anew
-(`rlenv.agents.revival`). Anything else that fails, on either side, ends the loop at once with its own traceback.
+A rollout that fails is data with a cause. A group that a swap in `abort` mode cut short begins anew. An engine that
+dies is restarted, and what it had in flight begins anew (`rlenv.agents.revival`). Anything else that fails, on either
+side, ends the loop at once with its own traceback.
 """
 
 from __future__ import annotations
@@ -57,7 +58,11 @@ class Learner(WeightSender, Protocol):
 
 
 class TrainLoop:
-    """One run of the loop. `on_step` is told of each step as soon as its weights are proven."""
+    """One run of the loop. `on_step` is told of each step as soon as its weights are proven.
+
+    What it returns is awaited before the next batch is taken: meanwhile rollouts go on, under these very weights.
+    `revival` is that of the whole run, if the engine serves others before or after the loop.
+    """
 
     def __init__(
         self,
@@ -65,9 +70,11 @@ class TrainLoop:
         learner: Learner,
         rollout: Rollout,
         config: TrainConfig,
-        on_step: Callable[[StepRow], None],
+        on_step: Callable[[StepRow], Awaitable[None] | None],
+        revival: Revival | None = None,
     ) -> None:
-        self.tally = Tally()
+        self._revival = revival or Revival(engine, learner, Tally())
+        self.tally = self._revival.tally
         self.buffer = GroupBuffer(
             config.steps,
             config.groups_per_step,
@@ -77,7 +84,6 @@ class TrainLoop:
         )
         self._engine, self._learner, self._rollout = engine, learner, rollout
         self._config, self._on_step = config, on_step
-        self._revival = Revival(engine, learner, self.tally)
         self._failed_in_a_row: list[Group] = []
         self._cycle_s = 0.0  # from one batch taken to the next
 
@@ -107,10 +113,17 @@ class TrainLoop:
                     await asyncio.sleep(self._cycle_s / self.buffer.batch_groups)
 
     async def _roll(self, id: int) -> None:
-        group = await self._rollout(id, task_seed(self._config.seed, id))
-        self.tally.add_rollouts(group)
+        while True:
+            group = await self._rollout(id, task_seed(self._config.seed, id))
+            self.tally.add_rollouts(group)
+            if not self._swapped_away(group):
+                break
         self._stop_if_all_fail(group)
         await self.buffer.put(group)
+
+    def _swapped_away(self, group: Group) -> bool:
+        """Whether a weight swap aborted some of it. It begins anew: keeping what had ended would favour the short."""
+        return self._config.pause == "abort" and any(failure.cause == "aborted" for failure in group.failures)
 
     async def _updates(self) -> None:
         for version in range(1, self._config.steps + 1):
@@ -135,14 +148,15 @@ class TrainLoop:
                 learn_s=learned - taken,
                 update_s=time.perf_counter() - drained,
             )
-            self._on_step(row)
+            if (more := self._on_step(row)) is not None:
+                await more
             self._cycle_s = time.perf_counter() - began
 
     def _batch(self, groups: Sequence[Group], version: int) -> Batch:
         if self._config.shuffle_rewards:
             groups = shuffle_rewards(groups, seed=task_seed(self._config.seed, version))
         scored = score(groups, filter_constant=self._config.constant_groups == "filter")
-        return pack(scored, version=version, temperature=self._config.temperature)
+        return pack(scored, version=version)
 
     async def _update_weights(self, version: int) -> UpdateReport:
         try:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from rlenv.agents.advantages import Scored
 from rlenv.errors import ConfigError, GroupError
-from rlenv.types import Trajectory
+from rlenv.types import Sample, Trajectory
 
 PAD_ID = 0  # never read: masks come from lengths
 
@@ -31,8 +31,9 @@ class Batch:
     Per id [N]: `token_ids`; `live` (sampled by the policy, so it has a loss); `behaviour`, its log-prob in
     nats under the distribution it was sampled from; `staleness`, how many versions older than `version`
     the weights were that sampled it; `stale_context`, whether it attends to keys and values of older
-    weights. The last three say nothing where `live` is False.
-    Per row [R]: `advantages` and the sampling `temperatures`. `offsets` is [R + 1].
+    weights; `sampling` [N, 3], the temperature, top-p and top-k (0: all) it was drawn with. The last four say
+    nothing where `live` is False.
+    Per row [R]: `advantages`. `offsets` is [R + 1].
 
     `live_tokens` normalises the loss. It is that of the whole batch and survives `select` and `shard`, so
     that neither the split into micro-batches nor that into ranks changes the gradient.
@@ -48,9 +49,9 @@ class Batch:
     behaviour: FloatArray
     staleness: IntArray
     stale_context: BoolArray
+    sampling: FloatArray
     offsets: IntArray
     advantages: FloatArray
-    temperatures: FloatArray
     live_tokens: int
     zero_std_fraction: float
 
@@ -73,9 +74,9 @@ class Batch:
             behaviour=self.behaviour[ids],
             staleness=self.staleness[ids],
             stale_context=self.stale_context[ids],
+            sampling=self.sampling[ids],
             offsets=_offsets(self.lengths[chosen]),
             advantages=self.advantages[chosen],
-            temperatures=self.temperatures[chosen],
         )
 
     def shard(self, rank: int, ranks: int) -> Batch:
@@ -99,30 +100,29 @@ class MicroBatch:
     """Rows of like length, padded on the right to [B, T]; what is per live token is flat [L], row by row.
 
     `token_ids` [B, T], `attention_mask` [B, T] (False on padding), `live` [B, T] (never at t = 0: the first
-    id is predicted from nothing), `temperatures` [B]; `behaviour`, `advantages`, `staleness`,
-    `stale_context` [L]. `rows` [B] are the rows' numbers in the batch.
+    id is predicted from nothing); `behaviour`, `advantages`, `staleness`, `stale_context` [L] and
+    `sampling` [L, 3]. `rows` [B] are the rows' numbers in the batch.
     """
 
     rows: IntArray
     token_ids: IntArray
     attention_mask: BoolArray
     live: BoolArray
-    temperatures: FloatArray
     behaviour: FloatArray
     advantages: FloatArray
     staleness: IntArray
     stale_context: BoolArray
+    sampling: FloatArray
 
 
-def pack(scored: Scored, *, version: int, temperature: float = 1.0) -> Batch:
+def pack(scored: Scored, *, version: int) -> Batch:
     """Lay the rows end to end, for an update of the weights that carry `version`.
 
     Each row ends at its last sampled id, as nothing behind it can have a loss; a row without any is left
-    out. `temperature` is that of the sampling. Raises GroupError when no row is left, ConfigError when the
-    temperature has no gradient, ValueError when a sampled id has no finite log-prob.
+    out. How each turn was sampled is read from the trajectory's `info["samples"]`; without them it is
+    `Sample()`. Raises GroupError when no row is left, ConfigError when rows were sampled in a way that has
+    no gradient or that the learner cannot reproduce, ValueError when a sampled id has no finite log-prob.
     """
-    if not temperature > 0:
-        raise ConfigError(f"temperature {temperature} cannot be trained on; sample with temperature > 0, e.g. 1.0")
     rows = [
         (_cut(trajectory), advantage)
         for trajectory, advantage in zip(scored.trajectories, scored.advantages, strict=True)
@@ -142,9 +142,9 @@ def pack(scored: Scored, *, version: int, temperature: float = 1.0) -> Batch:
         behaviour=np.concatenate([np.asarray(trajectory.logprobs, dtype=np.float32) for trajectory, _ in rows]),
         staleness=np.concatenate(staleness),
         stale_context=np.concatenate(stale_context),
+        sampling=np.concatenate([_sampling(trajectory) for trajectory, _ in rows]),
         offsets=_offsets([len(trajectory.token_ids) for trajectory, _ in rows]),
         advantages=np.asarray([advantage for _, advantage in rows], dtype=np.float32),
-        temperatures=np.full(len(rows), temperature, dtype=np.float32),
         live_tokens=int(live.sum()),
         zero_std_fraction=scored.zero_std_groups / scored.groups,
     )
@@ -163,9 +163,9 @@ def rows_to_score(sequences: Sequence[Sequence[int]]) -> Batch:
         behaviour=np.zeros(total, dtype=np.float32),
         staleness=np.zeros(total, dtype=np.int64),
         stale_context=np.zeros(total, dtype=bool),
+        sampling=np.tile(_columns(Sample()), (total, 1)),
         offsets=offsets,
         advantages=np.zeros(len(lengths), dtype=np.float32),
-        temperatures=np.ones(len(lengths), dtype=np.float32),
         live_tokens=int(live.sum()),
         zero_std_fraction=0.0,
     )
@@ -210,6 +210,40 @@ def _ages(trajectory: Trajectory, version: int) -> tuple[IntArray, BoolArray]:
     return staleness, stale_context
 
 
+def _sampling(trajectory: Trajectory) -> FloatArray:
+    """`sampling` [length of the row, 3]. Turns are the runs of sampled ids, which text of the environment parts."""
+    where = f"task {trajectory.task!r}, seed {trajectory.seed}"
+    samples = [_trainable(sample, where) for sample in trajectory.info.get("samples", ())] or [Sample()]
+    asked = [_columns(sample) for sample in samples]
+    if all(np.array_equal(columns, asked[0]) for columns in asked):
+        return np.tile(asked[0], (len(trajectory.token_ids), 1))
+    mask = np.asarray(trajectory.loss_mask, dtype=bool)
+    turn = np.cumsum(mask & ~np.concatenate([[False], mask[:-1]]))  # 1 in the first run of sampled ids
+    if turn[-1] != len(samples):
+        raise ConfigError(
+            f"{where}: {len(samples)} samples of different temperature, top_p or top_k, but {turn[-1]} sampled turns: "
+            "which is which cannot be told; sample every turn of an episode alike"
+        )
+    return np.stack(asked)[np.maximum(turn, 1) - 1]
+
+
+def _trainable(sample: Sample, where: str) -> Sample:
+    if not sample.temperature > 0:
+        raise ConfigError(
+            f"{where}: temperature {sample.temperature} cannot be trained on; sample with temperature > 0, e.g. 1.0"
+        )
+    if sample.min_tokens > 0:
+        raise ConfigError(
+            f"{where}: min_tokens {sample.min_tokens} takes end tokens out of what is sampled, which the learner's "
+            "log-probs do not; leave it at 0 where you train"
+        )
+    return sample
+
+
+def _columns(sample: Sample) -> FloatArray:
+    return np.asarray([sample.temperature, sample.top_p, sample.top_k], dtype=np.float32)
+
+
 def _pad(batch: Batch, rows: IntArray, width: int) -> MicroBatch:
     columns = np.arange(width)
     attention_mask = columns < batch.lengths[rows, None]  # [B, T]
@@ -221,11 +255,11 @@ def _pad(batch: Batch, rows: IntArray, width: int) -> MicroBatch:
         token_ids=np.where(attention_mask, batch.token_ids[source], PAD_ID),
         attention_mask=attention_mask,
         live=live,
-        temperatures=batch.temperatures[rows],
         behaviour=batch.behaviour[chosen],
         advantages=np.repeat(batch.advantages[rows], live.sum(axis=1)),
         staleness=batch.staleness[chosen],
         stale_context=batch.stale_context[chosen],
+        sampling=batch.sampling[chosen],
     )
 
 

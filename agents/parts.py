@@ -7,12 +7,14 @@ import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rlenv.agents.config import TrainConfig
 from rlenv.agents.learner_handle import LearnerHandle
-from rlenv.agents.learner_types import LearnerConfig
+from rlenv.agents.learner_types import LearnerConfig, Scoring
+from rlenv.engine.backend import Backend
 from rlenv.engine.transfer.plugin import IPC, SHARED_MEMORY
 from rlenv.models import default_model
 
@@ -21,13 +23,22 @@ if TYPE_CHECKING:
 
 
 @asynccontextmanager
-async def open_parts(config: TrainConfig) -> AsyncIterator[tuple[VLLMEngine, LearnerHandle]]:
-    """Start both side by side. Raises ConfigError, EngineError or LearnerError when one does not start."""
+async def open_parts(
+    config: TrainConfig, *, backend: Backend | None = None, scoring: Scoring | None = None
+) -> AsyncIterator[tuple[VLLMEngine, LearnerHandle]]:
+    """Start both side by side; another `backend` or `scoring` than the right ones is for measurements.
+
+    Raises ConfigError, EngineError or LearnerError when one does not start.
+    """
     model, device = config.model or default_model(), _device(config)
-    learner = LearnerHandle(learner_config(config, model, device), log=Path(config.run_dir) / "learner.log")
+    backend = backend or Backend(head=config.head)
+    settings = replace(learner_config(config, model, device), scoring=scoring or Scoring(head=config.head))
+    learner = LearnerHandle(settings, log=Path(config.run_dir) / "learner.log")
     try:
         async with asyncio.TaskGroup() as starts:
-            starting = starts.create_task(_start_engine(model, device, config.seed))
+            starting = starts.create_task(
+                _start_engine(model, device, config.seed, backend or Backend(head=config.head))
+            )
             starts.create_task(learner.ready())
     except BaseException:
         learner.close()
@@ -62,7 +73,7 @@ def _device(config: TrainConfig) -> Literal["cpu", "cuda"]:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-async def _start_engine(model: str, device: str, seed: int) -> VLLMEngine:
+async def _start_engine(model: str, device: str, seed: int, backend: Backend) -> VLLMEngine:
     """Start an engine off the event loop. If nobody waits for it any more, it is closed as soon as it is there."""
     started: Future[VLLMEngine] = Future()
 
@@ -70,7 +81,7 @@ async def _start_engine(model: str, device: str, seed: int) -> VLLMEngine:
         from rlenv.engine.vllm import VLLMEngine
 
         try:
-            engine = VLLMEngine(model, device=device, seed=seed)
+            engine = VLLMEngine(model, device=device, seed=seed, backend=backend)
         except BaseException as error:
             started.set_exception(error)
             return

@@ -76,6 +76,11 @@ class Report:
             }
         )
 
+    def evaluation_at(self, step: int, sampled: Evaluation) -> None:
+        """Held-out figures at temperature 1 after `step`, during training: one more of `evaluations`."""
+        row = {"step": step, "accuracy": sampled.accuracy, "length": sampled.length}
+        self.update({"evaluations": [*self._summary.get("evaluations", []), row]})
+
     def done(self) -> RunResult:
         self.update({"status": "done"})
         return RunResult(self.folder.path, dict(self._summary))

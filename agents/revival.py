@@ -28,13 +28,14 @@ class Revival:
     def __init__(self, engine: Engine, learner: WeightSender, tally: Tally) -> None:
         self.version = 0
         self.learning = asyncio.Lock()
-        self._engine, self._learner, self._tally = engine, learner, tally
+        self.tally = tally
+        self._engine, self._learner = engine, learner
         self._reviving = asyncio.Lock()
 
     async def outlive(self, call: Callable[[], Awaitable[T]]) -> T:
         """Await `call()`, again after each death of the engine. Raises EngineDeadError at the death after the last."""
         while True:
-            life = self._tally.engine_restarts
+            life = self.tally.engine_restarts
             try:
                 return await call()
             except EngineDeadError as death:
@@ -42,10 +43,10 @@ class Revival:
 
     async def _revive(self, life: int, death: EngineDeadError) -> None:
         async with self._reviving:
-            if self._tally.engine_restarts > life:
+            if self.tally.engine_restarts > life:
                 return  # another caller was here first
             if life == MAX_RESTARTS:
                 raise death
             async with self.learning:
                 report = await self._engine.restart(self._learner, self.version)
-            self._tally.add_restart(report)
+            self.tally.add_restart(report)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rlenv.agents.advantages import are_equal
+from rlenv.agents.collapse import signs_of_collapse
 from rlenv.agents.learner_types import StepMetrics
 from rlenv.engine.base import UpdateReport
 from rlenv.types import Group
@@ -22,7 +23,8 @@ class StepRow:
     over trajectories by their oldest id. `constant_groups` had equal rewards and carry no signal. `mismatch_*` are
     nats, engine against learner on canary ids at this very version. Times are seconds: `wait_s` the learner waited
     for rollouts, `learn_s` it computed, `update_s` the weights were on their way and proven, of which the engine
-    stood still for `stall_s`. `tokens_per_s` and `failures` (by cause) cover all rollouts since the row before.
+    stood still for `stall_s`. `collapse` has a sentence for each staleness bucket whose ratios are out of bounds.
+    `tokens_per_s` and `failures` (by cause) cover all rollouts since the row before.
     """
 
     step: int
@@ -43,6 +45,7 @@ class StepRow:
     update_s: float
     stall_s: float
     learner: dict[str, Any]
+    collapse: tuple[str, ...] = ()
 
 
 class Tally:
@@ -55,6 +58,7 @@ class Tally:
         self.canary_failures = 0
         self.engine_restarts = 0
         self.constant_groups = 0
+        self.collapse_warnings = 0
         self.staleness_max = 0
         self.mismatch_max = 0.0
         self.tokens = 0
@@ -132,6 +136,7 @@ class Tally:
             update_s=update_s,
             stall_s=report.stall_s,
             learner=asdict(metrics),
+            collapse=tuple(signs_of_collapse(metrics)),
         )
         self._close_row(row, report, dropped, now)
         return row
@@ -148,6 +153,7 @@ class Tally:
             "canary_failures": self.canary_failures,
             "engine_restarts": self.engine_restarts,
             "constant_groups": self.constant_groups,
+            "collapse_warnings": self.collapse_warnings,
             "rollouts": self.rollouts,
             "failures": dict(self.failures),
             "dropped_stale": self.dropped["stale"],
@@ -168,6 +174,7 @@ class Tally:
         self.mid_generation += report.in_flight > 0
         self.canary_failures += report.refuted
         self.constant_groups += row.constant_groups
+        self.collapse_warnings += len(row.collapse)
         self.staleness_max = max(self.staleness_max, row.staleness_max)
         self.mismatch_max = max(self.mismatch_max, report.mismatch_max)
         self.wait_s += row.wait_s

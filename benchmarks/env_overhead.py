@@ -28,7 +28,7 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
 import rlenv
-from benchmarks.hardware import hardware
+from rlenv.agents.hardware import hardware
 
 ENVS, TURNS = 32, 4
 LENGTHS = {"short": 32, "long": 30_000}  # characters of an observation

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.hardware import hardware, versions
+from rlenv.agents.hardware import hardware, versions
 from rlenv.engine.base import Manifest, PauseMode, WeightSyncClient
 from rlenv.engine.transfer.digest import tensor_digest
 from rlenv.engine.transfer.sender import ModelSender, Weights

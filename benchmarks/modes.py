@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from benchmarks.faults import perturb
-from benchmarks.hardware import hardware, versions
+from rlenv.agents.hardware import hardware, versions
 from rlenv.engine.base import Manifest, PauseMode, WeightSyncClient
 from rlenv.engine.transfer.sender import ModelSender
 from rlenv.engine.vllm import VLLMEngine

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import statistics
 import sys
@@ -19,12 +18,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from benchmarks.faults import perturb
-from benchmarks.hardware import hardware, versions
-from rlenv.engine.transfer import update
-from rlenv.engine.transfer.proof import Mismatch
+from rlenv.agents.hardware import hardware, versions
 from rlenv.engine.transfer.sender import ModelSender
 from rlenv.engine.vllm import VLLMEngine
 from rlenv.models import default_model
@@ -63,14 +59,10 @@ async def _interval(
 ) -> float:
     perturb(model, seed=engine.weight_version, size=1e-5)
     before, begun = _sampled(engine, count), time.perf_counter()
-    with contextlib.nullcontext() if proof else mock.patch.object(update.WeightUpdater, "_prove", _no_proof):
-        await engine.update_weights(sender, engine.weight_version + 1)
+    engine.proof = proof
+    await engine.update_weights(sender, engine.weight_version + 1)
     await asyncio.sleep(max(0.0, begun + seconds - time.perf_counter()))
     return (_sampled(engine, count) - before) / (time.perf_counter() - begun)
-
-
-async def _no_proof(self: update.WeightUpdater, *_: Any) -> Mismatch:
-    return Mismatch(0.0, 0.0, "")
 
 
 async def _client(engine: VLLMEngine, count: Count, number: int) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.faults import is_proven, perturb
-from benchmarks.hardware import hardware, versions
+from rlenv.agents.hardware import hardware, versions
 from rlenv.engine.transfer.sender import ModelSender
 from rlenv.engine.vllm import VLLMEngine
 from rlenv.models import default_model

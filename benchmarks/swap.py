@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.hardware import hardware, versions
+from rlenv.agents.hardware import hardware, versions
 from rlenv.engine.base import Engine, UpdateReport
 from rlenv.engine.server import ServerEngine
 from rlenv.engine.serving import serve

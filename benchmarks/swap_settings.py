@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from benchmarks.hardware import hardware, versions
 from rlenv.agents.config import TrainConfig
 from rlenv.agents.display import display_for
+from rlenv.agents.hardware import hardware, versions
 from rlenv.agents.parts import open_parts
 from rlenv.agents.run import Run
 from rlenv.engine.base import PauseMode

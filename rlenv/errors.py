@@ -5,6 +5,8 @@ RlenvError
 │   └── UnknownTaskError            no such task; names the nearest
 ├── EnvError (RuntimeError)         an environment's process could not start
 ├── GroupError (RuntimeError)       every rollout failed: nothing to train on
+├── AuditError (RuntimeError)       engine and learner do not compute the same: nothing sound to train on
+├── CollapseError (RuntimeError)    sampling and learning parted ways, and the run was to stop then
 ├── EngineError (RuntimeError)      the rollout engine cannot go on
 │   ├── AbortedError                it aborted this request
 │   ├── EngineDeadError             its process died
@@ -33,6 +35,14 @@ class EnvError(RlenvError, RuntimeError):
 
 class GroupError(RlenvError, RuntimeError):
     """Every rollout failed, so that there is nothing to train on."""
+
+
+class AuditError(RlenvError, RuntimeError):
+    """Engine and learner disagree about the same ids under the same weights; the message names each cause."""
+
+
+class CollapseError(RlenvError, RuntimeError):
+    """The ratios of an update are out of bounds, and the run was to stop when they are; the message has the figures."""
 
 
 class EngineError(RlenvError, RuntimeError):

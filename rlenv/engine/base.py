@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from rlenv.types import Completion, Sample
 
 PauseMode = Literal["abort", "wait", "keep"]
+HeadDtype = Literal["float32", "bfloat16"]  # what the output head multiplies in
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,8 @@ class Engine(Protocol):
 
     model: str
     max_model_len: int
+    dtype: str
+    """What it computes in: "float32", "bfloat16" or "float16"."""
 
     @property
     def tokenizer(self) -> Any:

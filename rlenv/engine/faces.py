@@ -192,6 +192,7 @@ class EngineFaces:
         """What `coroutine` returns or raises, unless the engine's end is the reason."""
         call = asyncio.current_task()
         assert call is not None
+        call.add_done_callback(_retrieve)
         life.calls.add(call)
         try:
             if life.death is not None:
@@ -313,6 +314,12 @@ class _CloseAtExit:
     def __call__(self) -> None:
         if (engine := self._engine()) is not None:
             engine.close()
+
+
+def _retrieve(call: asyncio.Task[Any]) -> None:
+    """What a call raised is its caller's to see. One who cancelled it does not look, and asyncio would complain."""
+    if not call.cancelled():
+        call.exception()
 
 
 def _wait(future: Future[T]) -> T:

@@ -10,13 +10,16 @@ import importlib.metadata
 import logging
 import multiprocessing
 import os
+import shutil
 import sys
+import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
+from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
 import psutil
@@ -34,6 +37,7 @@ _DEFAULTS = {
 }
 _TORCH_ON_TRITON = "torch._library.triton"  # the logger by which torch warns that a CPU has no Triton
 _QUIET = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_LOGS": f"-{_TORCH_ON_TRITON}"}
+_CORE, _WORKER = "EngineCore", "::Worker"  # in the names by which vLLM's processes go
 SHUTDOWN_S = 20.0  # a worker takes some seconds to unload torch
 TERMINATE_S = 5.0  # a process that is only starting
 _POLL_S = 0.1
@@ -42,14 +46,21 @@ _one_start = threading.Lock()  # a start changes this process's environment for 
 
 @dataclass(frozen=True, slots=True)
 class VLLMProcesses:
-    """A running AsyncLLM and every process below it."""
+    """A running AsyncLLM, every process below it, and what they leave behind if nobody clears it away.
+
+    `vital` are the processes whose end is the engine's: the core and its workers. Others, such as helpers that compile
+    kernels, come and go. `sockets` is a folder, `shared` names the shared memory between core and workers.
+    """
 
     llm: Any
     family: tuple[psutil.Process, ...]
+    vital: tuple[psutil.Process, ...]
+    sockets: str
+    shared: frozenset[str]
 
     @property
     def is_dead(self) -> bool:
-        return bool(self.llm.errored)
+        return bool(self.llm.errored) or not all(map(_runs, self.vital))
 
     def fail_calls(self) -> None:
         """Let every call to vLLM fail, also those that wait: vLLM itself leaves some of them waiting for ever."""
@@ -63,14 +74,22 @@ class VLLMProcesses:
 
     def end(self) -> None:
         """End all processes, whatever state they are in. Blocks for some seconds; ending twice is ending once."""
+        if self.is_dead:
+            self._kill()  # the rest would only be waited for
         self.llm.shutdown(timeout=SHUTDOWN_S)
         self.llm.shutdown = _nothing  # its finaliser calls it again at interpreter exit, when half of vLLM is gone
-        for process in self.family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        self._kill()
         deadline = time.monotonic() + TERMINATE_S
         while any(map(_runs, self.family)) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
+        for name in self.shared:
+            _unlink(name)
+        shutil.rmtree(self.sockets, ignore_errors=True)
+
+    def _kill(self) -> None:
+        for process in self.family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 class VLLMStart:
@@ -99,7 +118,7 @@ class VLLMStart:
         while not self._ended.wait(_POLL_S):
             if self._elders is not None:
                 for child in set(multiprocessing.active_children()) - self._elders:
-                    if child.name.startswith("EngineCore"):
+                    if child.name.startswith(_CORE):
                         child.terminate() if time.monotonic() < patience else child.kill()
         if self._started is not None:
             self._started.end()
@@ -117,7 +136,17 @@ class VLLMStart:
     def _start(self) -> VLLMProcesses:
         for name, value in _DEFAULTS.items():
             os.environ.setdefault(name, value)
-        with _children_environment(self._environment), _without_main(), _quiet_imports():
+        sockets = tempfile.mkdtemp(prefix="rlenv-engine-", dir=os.environ.get("VLLM_RPC_BASE_PATH"))
+        try:
+            llm, cores = self._start_llm({**self._environment, "VLLM_RPC_BASE_PATH": sockets})
+        except BaseException:
+            shutil.rmtree(sockets, ignore_errors=True)
+            raise
+        family, vital = family_of(core.pid for core in cores if core.name.startswith(_CORE))
+        return VLLMProcesses(llm, family, vital, sockets, _shared_memory(family))
+
+    def _start_llm(self, environment: dict[str, str]) -> tuple[Any, set[BaseProcess]]:
+        with _children_environment(environment), _without_main(), _quiet_imports():
             from vllm import AsyncEngineArgs
             from vllm.config import WeightTransferConfig
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -132,7 +161,7 @@ class VLLMStart:
                 raise self._failed(str(error)) from error
             finally:
                 elders, self._elders = self._elders, None
-        return VLLMProcesses(llm, _family(set(multiprocessing.active_children()) - elders))
+        return llm, set(multiprocessing.active_children()) - elders
 
     def _failed(self, how: str) -> EngineError:
         return EngineError(f"vLLM did not start for {self._arguments['model']!r}: {how}")
@@ -154,19 +183,44 @@ def server_environment(extra: dict[str, str]) -> dict[str, str]:
     return _DEFAULTS | inherited | extra | _QUIET
 
 
-def _family(cores: set[BaseProcess]) -> tuple[psutil.Process, ...]:
+def family_of(cores: Iterable[int | None]) -> tuple[tuple[psutil.Process, ...], tuple[psutil.Process, ...]]:
+    """All processes of the engines whose cores have these ids, and those among them that are vital."""
     family: list[psutil.Process] = []
-    for core in cores:
-        if core.name.startswith("EngineCore"):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process = psutil.Process(core.pid)
-                family += [process, *process.children(recursive=True)]
-    return tuple(family)
+    vital: list[psutil.Process] = []
+    for pid in cores:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            core = psutil.Process(pid)
+            family += [core, *core.children(recursive=True)]
+            vital += [core, *filter(_is_worker, core.children())]
+    return tuple(family), tuple(vital)
+
+
+def _is_worker(process: psutil.Process) -> bool:
+    """Whether this child of a core calls itself `VLLM::Worker`, as workers do before the core serves."""
+    try:
+        return any(_WORKER in title for title in process.cmdline()[:1])
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _shared_memory(family: Iterable[psutil.Process]) -> frozenset[str]:
+    """The names of the segments that Python made for these processes."""
+    folder = "/dev/shm/"
+    areas = {area.path for process in family for area in process.memory_maps() if area.path.startswith(f"{folder}psm_")}
+    return frozenset(path.removeprefix(folder) for path in areas)
+
+
+def _unlink(name: str) -> None:
+    """Remove a segment of shared memory, unless the process that made it did so itself."""
+    with contextlib.suppress(FileNotFoundError):
+        segment = SharedMemory(name)
+        segment.close()
+        segment.unlink()
 
 
 def _runs(process: psutil.Process) -> bool:
     try:
-        return process.status() != psutil.STATUS_ZOMBIE  # an orphan's parent need not collect it
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE  # nobody need collect an orphan
     except psutil.NoSuchProcess:
         return False
 

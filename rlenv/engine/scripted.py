@@ -45,6 +45,7 @@ class ScriptedEngine(EngineFaces):
     ) -> None:
         renderer = Renderer(tokenizer)  # which may refuse the tokenizer, before a thread is started
         super().__init__(model, max_model_len)
+        self.dtype = "float32"
         self.policy = policy
         self.delay = delay
         self.proof_delay = proof_delay

@@ -115,7 +115,7 @@ class ServerEngine(EngineFaces):
             )
         if transport is None:
             raise ConfigError(f"the server at {self.url} takes no weights: start it with --weight-transfer-config")
-        self.dtype, self.transport = self._setup.dtype, transport
+        self.dtype, self.transport, self.proof = self._setup.dtype, transport, True
         await self.set_label("0")
         self._heart = asyncio.create_task(self._watch())
 

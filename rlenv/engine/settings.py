@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlenv.engine.backend import Backend
 from rlenv.engine.transfer.plugin import EXTENSION, IPC, SHARED_MEMORY
 from rlenv.errors import ConfigError
 from rlenv.render import Renderer
-
-MIN_BATCHED_TOKENS = 8192  # of one engine step; vLLM's own default for a CPU, 2048, is a third slower
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +45,7 @@ def engine_settings(
     batch_invariant: bool = False,
     gpu_memory_utilization: float = 0.4,
     worker_extension: str = EXTENSION,
+    backend: Backend | None = None,
 ) -> EngineSettings:
     """Fill in what is left out: float32 on a CPU, bfloat16 on a GPU. Raises ConfigError for what cannot work."""
     folder = _model_folder(model)
@@ -55,24 +55,18 @@ def engine_settings(
         raise ConfigError("batch_invariant needs a GPU of compute capability 9.0: leave it out on a CPU")
     dtype = dtype or ("float32" if cpu else "bfloat16")
     context = max_model_len or _context_of(folder)
-    arguments = {
+    arguments: dict[str, Any] = {
         "model": folder,
         "dtype": dtype,
         "max_model_len": context,
         "max_num_seqs": max_num_seqs,
         "seed": seed,
         "enforce_eager": cpu or batch_invariant,  # compiled layers are not batch-invariant
-        "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": worker_extension,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
-        "hf_overrides": {} if dtype == "float32" else {"head_dtype": "float32"},
-    }
-    if cpu:
-        # A prompt computed in parts ends vLLM when its request has a seed: CPU generators cannot be set back.
-        arguments["enable_chunked_prefill"] = False
-        arguments["max_num_batched_tokens"] = max(MIN_BATCHED_TOKENS, context)
-    else:
+    } | (backend or Backend()).arguments(device, dtype, context)
+    if not cpu:
         arguments["gpu_memory_utilization"] = gpu_memory_utilization
     return EngineSettings(
         model=folder,

@@ -11,6 +11,7 @@ import itertools
 import os
 from typing import Any
 
+from rlenv.engine.backend import Backend
 from rlenv.engine.base import PauseMode, UpdateReport, WeightSender
 from rlenv.engine.faces import EngineFaces
 from rlenv.engine.process import VLLMProcesses, VLLMStart, check_plugin
@@ -31,7 +32,8 @@ class VLLMEngine(EngineFaces):
     """One vLLM engine for the model in folder `model`, shared by every caller in this process.
 
     `dtype`: float32 on a CPU, bfloat16 on a GPU unless said otherwise. `device`: "cpu", "cuda", or what vLLM was
-    built for. Raises ConfigError for settings that cannot work, EngineError if vLLM does not start.
+    built for. `backend` is right as it is: other values are for measurements. Raises ConfigError for settings that
+    cannot work, EngineError if vLLM does not start.
     """
 
     worker_extension = EXTENSION
@@ -47,6 +49,7 @@ class VLLMEngine(EngineFaces):
         seed: int = 0,
         batch_invariant: bool = False,
         gpu_memory_utilization: float = 0.4,
+        backend: Backend | None = None,
     ) -> None:
         settings = engine_settings(
             model,
@@ -58,6 +61,7 @@ class VLLMEngine(EngineFaces):
             batch_invariant=batch_invariant,
             gpu_memory_utilization=gpu_memory_utilization,
             worker_extension=self.worker_extension,
+            backend=backend,
         )
         self.device, self.dtype, self.transport = settings.device, settings.dtype, settings.transport
         check_plugin()
@@ -65,6 +69,8 @@ class VLLMEngine(EngineFaces):
         self._settings = settings
         self._ids = itertools.count()
         self._kept = False  # whether a pause holds requests in mid-generation
+        self.backend = backend or Backend()
+        self.salted, self.proof = self.backend.salted, self.backend.proof
         self._running: dict[str, str] = {}  # vLLM's request id → the caller's
         self._processes: VLLMProcesses | None = None
         self._starting: VLLMStart | None = None
@@ -108,6 +114,11 @@ class VLLMEngine(EngineFaces):
         assert self._processes is not None
         return self._processes.llm
 
+    @property
+    def block_size(self) -> int:
+        """How many ids a block of the key-value cache holds: a shorter prompt is never cached."""
+        return int(self._block)
+
     def progress(self) -> dict[str, int]:
         """How many ids each request in flight has sampled so far, by the caller's request id."""
         states = dict(self._llm.output_processor.request_states)
@@ -141,7 +152,7 @@ class VLLMEngine(EngineFaces):
 
     def salt(self, label: str) -> str:
         """What keeps prefix-cache blocks of different weights apart."""
-        return label
+        return label if self.salted else "any weights"
 
     async def _run(self, prompt: tuple[int, ...], parameters: Any, internal: str, label: str) -> Any:
         """The final output of one vLLM request; the label salts the prefix cache, so no older block is met."""
@@ -203,7 +214,11 @@ class VLLMEngine(EngineFaces):
         await self._abort(None)
 
     async def rpc(self, method: str, info: Any = None) -> None:
-        await self._llm.collective_rpc(method, kwargs=info)
+        try:
+            await self._llm.collective_rpc(method, kwargs=info)
+        except Exception:
+            self._notice_death()  # before the update takes it for an error of its own
+            raise
 
     async def set_label(self, label: str) -> None:
         await self._llm.update_weight_version(label)

@@ -6,14 +6,20 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlenv.agents.learner_types import StepMetrics
-from rlenv.agents.packing import Batch
+from rlenv.agents.learner_types import Scoring, StepMetrics
+from rlenv.agents.packing import Batch, FloatArray
 from rlenv.engine.base import Manifest, TensorDigest, WeightSyncClient
 from rlenv.errors import LearnerError
 
 
 class FakeLearner:
-    """Takes `seconds` for a step and remembers each batch; `fails_at` names a step that raises; may be `dead`."""
+    """Takes `seconds` for a step and remembers each batch; `fails_at` names a step that raises; may be `dead`.
+
+    Its log-probs are those of the scripted engine, `off` by so much.
+    """
+
+    off = 0.0
+    scoring = Scoring()
 
     def __init__(self, seconds: float = 0.0, fails_at: int = 0) -> None:
         self.seconds, self.fails_at, self.dead = seconds, fails_at, False
@@ -39,6 +45,10 @@ class FakeLearner:
             by_staleness={},
             seconds=self.seconds,
         )
+
+    async def score(self, batch: Batch, scoring: Scoring | None = None) -> FloatArray:
+        await asyncio.sleep(0)
+        return batch.behaviour[batch.live] - self.off
 
     def check(self) -> None:
         if self.dead:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rlenv.types import Failure, Group, Trajectory, VersionSpan
+from rlenv.types import Failure, Group, Sample, Trajectory, VersionSpan
 
 
 def trajectory(
@@ -16,6 +16,7 @@ def trajectory(
     logprobs: Sequence[float] | None = None,
     version: int = 0,
     spans: Sequence[VersionSpan] | None = None,
+    sample: Sample | None = None,
 ) -> Trajectory:
     """One turn: `sampled` follows `prompt`; log-probs are -1 unless given."""
     start, end = len(prompt), len(prompt) + len(sampled)
@@ -31,6 +32,7 @@ def trajectory(
         terminated=True,
         truncated=False,
         turns=1,
+        info={"samples": (sample,)} if sample else {},
     )
 
 

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlenv.agents.advantages import score
 from rlenv.agents.learner import Learner
-from rlenv.agents.learner_types import LearnerConfig
+from rlenv.agents.learner_types import LearnerConfig, Scoring
 from rlenv.agents.packing import Batch, pack
 from rlenv.errors import LearnerError
 from rlenv.models import default_model
-from rlenv.types import Group, Trajectory
+from rlenv.types import Group, Sample, Trajectory
 
 Gradients = dict[str, torch.Tensor]
 
@@ -27,8 +27,8 @@ def learner(**settings: Any) -> Learner:
     return Learner(LearnerConfig(**({"model": "random", "lr": 1e-3} | settings)), model=tiny_model())
 
 
-def packed(*groups: Group, version: int = 0, temperature: float = 1.0) -> Batch:
-    return pack(score(groups), version=version, temperature=temperature)
+def packed(*groups: Group, version: int = 0) -> Batch:
+    return pack(score(groups), version=version)
 
 
 def rows_of_lengths(*lengths: int, **settings: Any) -> Batch:
@@ -178,11 +178,15 @@ def own_logprobs(trained: Learner, temperature: float, *rows: Trajectory) -> lis
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_fresh_tokens_of_the_same_distribution_show_numerics_only(minibatches: int) -> None:
     trained = learner(minibatches=minibatches, lr=0.1)
-    rows = own_logprobs(trained, 0.6, trajectory(reward=1), trajectory((1, 2, 3), (4, 5, 9)))
-    metrics = trained.step(packed(group(*rows), temperature=0.6))
+    sample = Sample(temperature=0.6)
+    rows = own_logprobs(
+        trained, 0.6, trajectory(reward=1, sample=sample), trajectory((1, 2, 3), (4, 5, 9), sample=sample)
+    )
+    metrics = trained.step(packed(group(*rows)))
     assert metrics.fresh.abs_max < 1e-5
     assert metrics.fresh.ratio_mean == pytest.approx(1.0, abs=1e-5)
-    assert learner().step(packed(group(*rows), temperature=1.0)).fresh.abs_max > 0.05
+    naive = learner(scoring=Scoring(temperature=False))
+    assert naive.step(packed(group(*rows))).fresh.abs_max > 0.05
 
 
 def test_metrics_keep_fresh_and_stale_tokens_apart() -> None:

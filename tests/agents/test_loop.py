@@ -63,7 +63,10 @@ class Rollouts:
             return Failure("t", seed, type(error).__name__, str(error))
         if error is not None:
             raise error
-        return row(await self.engine.generate((1, 2, 3), Sample()), seed, float(member % 2))
+        completion = await self.engine.generate((1, 2, 3), Sample())
+        if completion.finish_reason == "abort":
+            return Failure("t", seed, "aborted", "by a swap")
+        return row(completion, seed, float(member % 2))
 
 
 def loop_of(
@@ -76,6 +79,16 @@ def loop_of(
 ) -> TrainLoop:
     config = replace(TrainConfig("t", steps=6, groups_per_step=3, group_size=4), **settings)
     return TrainLoop(engine, learner, Rollouts(engine, config.group_size, breaks), config, on_step)
+
+
+def test_groups_that_a_swap_aborts_begin_anew_and_are_no_failure_of_the_run(scripted: Start) -> None:
+    engine = scripted(lambda p, s: "abcdefgh", delay=0.01)
+    loop = loop_of(engine, FakeLearner(0.005), pause="abort", staleness=3)
+    asyncio.run(loop.run())
+    summary = loop.tally.summary()
+    assert summary["updates"] == 6
+    assert summary["failures"]["aborted"] >= 3 * 4, "a whole batch was in flight at a swap"
+    assert summary["dropped_too_few_survivors"] == 0
 
 
 def test_async_mode_swaps_weights_while_requests_are_in_flight(scripted: Start) -> None:

@@ -1,4 +1,5 @@
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -7,7 +8,7 @@ from rows import group, trajectory
 from rlenv.agents.advantages import score
 from rlenv.agents.packing import Batch, micro_batches, pack, rows_to_score
 from rlenv.errors import ConfigError, GroupError
-from rlenv.types import Trajectory, VersionSpan
+from rlenv.types import Sample, Trajectory, VersionSpan
 
 
 def packed(*trajectories: Trajectory, version: int = 0) -> Batch:
@@ -128,8 +129,36 @@ def test_nothing_to_train_on_is_an_error_that_counts() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
 def test_a_temperature_without_gradient_is_refused(temperature: float) -> None:
+    greedy = trajectory(sample=Sample(temperature=temperature))
     with pytest.raises(ConfigError, match=r"temperature > 0, e\.g\. 1\.0"):
-        pack(score([group(trajectory(), trajectory())]), version=0, temperature=temperature)
+        packed(greedy, trajectory())
+
+
+def test_banned_end_tokens_are_refused_as_the_learner_knows_nothing_of_them() -> None:
+    with pytest.raises(ConfigError, match=r"min_tokens 3 .* leave it at 0"):
+        packed(trajectory(sample=Sample(min_tokens=3)), trajectory())
+
+
+def two_turns(*samples: Sample, between: tuple[int, ...] = (9,)) -> Trajectory:
+    """Prompt 7, sampled 3 2, `between`, sampled 4."""
+    ids = (7, 3, 2, *between, 4)
+    sampled = (False, True, True, *[False] * len(between), True)
+    spans = (VersionSpan("0", 1, 3), VersionSpan("0", len(ids) - 1, len(ids)))
+    row = trajectory((7,), ids[1:], spans=spans)
+    return replace(row, loss_mask=sampled, info={"samples": samples})
+
+
+def test_each_turn_keeps_the_way_it_was_sampled() -> None:
+    batch = packed(two_turns(Sample(temperature=0.5, top_p=0.9), Sample(temperature=2.0, top_k=20)), trajectory())
+    first, second, plain = [0.5, np.float32(0.9), 0], [2, 1, 20], [1, 1, 0]
+    assert batch.sampling[batch.live].tolist() == [first, first, second, plain, plain]
+    micro = next(micro_batches(batch, 100))
+    assert micro.sampling.tolist() == [first, first, second, plain, plain]
+
+
+def test_turns_that_were_sampled_differently_and_run_into_one_another_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"2 samples of different temperature, .* but 1 sampled turns"):
+        packed(two_turns(Sample(temperature=0.5), Sample(temperature=2.0), between=()), trajectory())
 
 
 def test_a_sampled_id_without_a_finite_logprob_is_refused() -> None:

@@ -6,18 +6,21 @@ from rows import group, tiny_model, trajectory
 
 from rlenv.agents import policy as policy_module
 from rlenv.agents.advantages import score
+from rlenv.agents.learner_types import Scoring
 from rlenv.agents.packing import MicroBatch, micro_batches, pack
 from rlenv.agents.policy import Policy
 from rlenv.errors import ConfigError
+from rlenv.types import Sample
 
 
 def micro_batch(temperature: float = 1.0) -> MicroBatch:
-    rows = (trajectory((1, 2, 3), (4, 5), reward=1), trajectory((6,), (7, 8, 9, 0, 10)))
-    return next(micro_batches(pack(score([group(*rows)]), version=0, temperature=temperature), 100))
+    sample = Sample(temperature=temperature)
+    rows = (trajectory((1, 2, 3), (4, 5), reward=1, sample=sample), trajectory((6,), (7, 8, 9, 0, 10), sample=sample))
+    return next(micro_batches(pack(score([group(*rows)]), version=0), 100))
 
 
 def forward(policy: Policy, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    arrays = (micro.token_ids, micro.attention_mask, micro.live, micro.temperatures)
+    arrays = (micro.token_ids, micro.attention_mask, micro.live, micro.sampling)
     return policy(*map(torch.from_numpy, arrays))
 
 
@@ -43,7 +46,7 @@ def test_exactly_the_sampled_ids_are_predicted_and_prompt_ids_are_not_targets() 
     # The first sampled id is among them: another id there has another log-prob, and the next id another context.
     changed = micro.token_ids.copy()
     changed[1, 3] = 11
-    others = policy(*map(torch.from_numpy, (changed, micro.attention_mask, micro.live, micro.temperatures)))[0]
+    others = policy(*map(torch.from_numpy, (changed, micro.attention_mask, micro.live, micro.sampling)))[0]
     assert (others != logprobs).tolist() == [False] * 5 + [True, True]
 
 
@@ -53,7 +56,7 @@ def test_the_number_that_pads_changes_nothing() -> None:
     results = []
     for number in (0, 5):
         ids = torch.from_numpy(micro.token_ids).masked_fill(~torch.from_numpy(micro.attention_mask), number)
-        rest = (micro.attention_mask, micro.live, micro.temperatures)
+        rest = (micro.attention_mask, micro.live, micro.sampling)
         results.append(policy(ids, *map(torch.from_numpy, rest))[0])
     assert torch.equal(*results)
 
@@ -88,10 +91,10 @@ def test_no_logits_are_kept_for_the_backward_pass_once_there_are_several_chunks(
 
 def test_a_bf16_model_is_scored_in_fp32_by_an_fp32_head() -> None:
     model = tiny_model().bfloat16()
-    hidden = Policy(model)._hidden(torch.tensor([[6, 7, 8, 9, 0]]), torch.ones(1, 5, dtype=torch.bool))[0].float()
+    hidden = Policy(model)._hidden(torch.tensor([[6, 7, 8, 9, 0]]), *torch.ones(2, 1, 5, dtype=torch.bool))[0].float()
     exact = torch.log_softmax(hidden @ model.lm_head.weight.float().T, -1)
     expected = exact[range(5), [7, 8, 9, 0, 10]]
-    rounded, _ = forward(Policy(model, fp32_head=False), micro_batch())
+    rounded, _ = forward(Policy(model, Scoring(head="bfloat16")), micro_batch())
     logprobs, _ = forward(Policy(model), micro_batch())
     assert logprobs.dtype == rounded.dtype == torch.float32
     assert logprobs[:5].tolist() == pytest.approx(expected.tolist(), abs=1e-5)

@@ -170,6 +170,63 @@ def test_an_evaluation_counts_failures_apart_from_its_means() -> None:
         asyncio.run(evaluate(rollout, [1, 2]))
 
 
+def killing_solver(scripted: Start, greedy_calls: set[int]) -> tuple[ScriptedEngine, list[str]]:
+    """An engine that dies in these of its greedy requests, which only evaluations make; the labels of its restarts."""
+    box: list[ScriptedEngine] = []
+    solve, greedy, labels = arithmetician(box), itertools.count(), []
+
+    def policy(prompt: tuple[int, ...], sample: Sample) -> str:
+        if sample.temperature == 0 and next(greedy) in greedy_calls:
+            box[0].kill()
+        return solve(prompt, sample)
+
+    box.append(scripted(policy, delay=0.001))
+    restart = box[0].restart
+
+    async def recorded(*arguments: Any) -> Any:
+        report = await restart(*arguments)
+        labels.append(report.label)
+        return report
+
+    box[0].restart = recorded
+    return box[0], labels
+
+
+@pytest.mark.parametrize(("greedy_call", "label"), [(2, "0#2"), (7, "3#2")], ids=["before", "after"])
+def test_a_death_during_an_evaluation_is_outlived_at_the_version_evaluated(
+    scripted: Start, tmp_path: Path, greedy_call: int, label: str
+) -> None:
+    engine, labels = killing_solver(scripted, {greedy_call})
+    summary = asyncio.run(run_of(engine, FakeLearner(), tmp_path / "run")()).summary
+    assert (summary["status"], summary["updates"], engine.weight_version) == ("done", 3, 3)
+    assert (summary["engine_restarts"], labels) == (1, [label])
+    assert summary["eval_before_greedy"] == summary["eval_after_greedy"] == 1.0 and summary["eval_problems"] == 5
+    assert summary_in(tmp_path / "run") == summary
+
+
+def test_an_engine_that_dies_again_and_again_in_an_evaluation_ends_the_run(scripted: Start, tmp_path: Path) -> None:
+    engine, labels = killing_solver(scripted, set(range(100)))
+    with pytest.raises(EngineDeadError, match=r"engine 'scripted' died; \d+ requests were pending"):
+        asyncio.run(run_of(engine, FakeLearner(), tmp_path / "run")())
+    assert labels == ["0#2", "0#3", "0#4"] and engine.in_flight == 0
+    assert summary_in(tmp_path / "run")["status"] == "failed"
+
+
+def test_what_ends_an_evaluation_ends_its_other_rollouts() -> None:
+    ended: list[int] = []
+
+    async def rollout(id: int, seed: int) -> Group:
+        try:
+            await asyncio.sleep(0 if id == 1 else 60)
+        finally:
+            ended.append(id)
+        raise EngineDeadError("engine 'x' died")
+
+    with pytest.raises(EngineDeadError):
+        asyncio.run(asyncio.wait_for(evaluate(rollout, [1, 2, 3]), 5))
+    assert sorted(ended) == [0, 1, 2]
+
+
 @pytest.mark.parametrize("steps", [3, 1000])
 def test_a_run_keeps_its_rollouts_if_asked_and_they_can_be_read_however_it_ends(
     solver: ScriptedEngine, tmp_path: Path, steps: int
@@ -177,8 +234,14 @@ def test_a_run_keeps_its_rollouts_if_asked_and_they_can_be_read_however_it_ends(
     run = run_of(solver, FakeLearner(0.01), tmp_path / "run", steps=steps, eval_problems=0, save_trajectories=True)
 
     async def body() -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(run(), 1.0)
+        running = asyncio.create_task(run())
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        while not running.done() and not (metrics.exists() and len(read_metrics(metrics)) >= 3):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        if steps == 1000:
+            running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
 
     asyncio.run(body())
     summary = summary_in(tmp_path / "run")
@@ -187,6 +250,13 @@ def test_a_run_keeps_its_rollouts_if_asked_and_they_can_be_read_however_it_ends(
     assert len(groups) >= 6 and {len(group.trajectories) for group in groups} == {4}
     assert len({group.id for group in groups}) == len(groups)
     assert replay(groups[0].trajectories[0]) == []
+
+
+def test_a_run_is_evaluated_on_the_way_if_asked(solver: ScriptedEngine, tmp_path: Path) -> None:
+    run = run_of(solver, FakeLearner(), tmp_path / "run", steps=5, eval_every=2)
+    evaluations = asyncio.run(run()).summary["evaluations"]
+    assert [row["step"] for row in evaluations] == [2, 4]
+    assert all(0 < row["accuracy"] < 1 and row["length"] > 1 for row in evaluations)
 
 
 def test_a_run_keeps_no_rollouts_unless_asked(solver: ScriptedEngine, tmp_path: Path) -> None:

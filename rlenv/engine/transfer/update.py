@@ -32,6 +32,7 @@ class Control(Protocol):
     """What an update asks of an engine, as coroutines on one event loop."""
 
     dtype: str
+    proof: bool  # False: updates are believed, so that measurements can go on with what a proof would stop
 
     @property
     def in_flight(self) -> int: ...
@@ -140,6 +141,8 @@ class WeightUpdater:
         self.label, self.version = attempt.label, attempt.version
 
     async def _prove(self, attempt: _Attempt, manifest: Manifest, sender: WeightSender) -> Mismatch:
+        if not self._control.proof:
+            return Mismatch(0.0, 0.0, "none")
         workers, results = await asyncio.gather(self._control.worker_weights(), self._control.canaries())
         check_fingerprints(attempt.version, manifest, workers, self._held)
         served = await self._control.served_label()

@@ -248,3 +248,16 @@ print("end")
 def _swallow(call: Callable[[], None]) -> None:
     with pytest.raises(EngineError):
         call()
+
+
+def test_nothing_is_complained_of_when_a_cancelled_request_ends_with_its_engine(
+    scripted: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = scripted(lambda prompt_ids, sample: FOREVER, delay=0.01)
+    futures = [engine.submit(PROMPT, Sample()) for _ in range(64)]
+    time.sleep(0.05)
+    for future in futures:
+        future.cancel()
+    engine.close()
+    gc.collect()
+    assert not caplog.records

@@ -22,6 +22,7 @@ class Control:
     """An engine that does what it is told, except for the calls in `hangs`."""
 
     dtype = "float32"
+    proof = True
     in_flight = 0
 
     def __init__(self, *hangs: str) -> None:

@@ -1,4 +1,4 @@
-"""What a benchmark ran on, for its JSON."""
+"""What a measurement ran on, for its JSON."""
 
 from __future__ import annotations
 

@@ -1,0 +1,268 @@
+"""The real engine's life: it starts, is cancelled, starved, killed, restarted and closed, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from benchmarks.faults import FaultyEngine, perturb
+from rlenv.engine.base import Manifest, WeightSyncClient
+from rlenv.engine.process import VLLMProcesses
+from rlenv.engine.transfer import update
+from rlenv.engine.transfer.sender import ModelSender
+from rlenv.engine.vllm import VLLMEngine
+from rlenv.errors import EngineDeadError, EngineError, WeightUpdateError
+from rlenv.models import default_model
+from rlenv.types import Sample
+
+pytestmark = pytest.mark.engine
+
+PROMPT = [9, 8, 7]
+LONG = Sample(max_tokens=240, ignore_eos=True)
+GREEDY = Sample(temperature=0.0, max_tokens=32, ignore_eos=True)
+NOTICE_S = 5.0
+GONE_S = 20.0
+
+
+class Learner(ModelSender):
+    """A learner of the shipped model; `hook` runs in `send`, between the start of an update and its weights."""
+
+    def __init__(self) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(default_model(), dtype=torch.float32)
+        super().__init__(model, backend="shm")
+        self.hook: Any = lambda: None
+
+    def send(self, client: WeightSyncClient) -> Manifest:
+        return super().send(_Hooked(client, self.hook))
+
+
+class _Hooked:
+    """A client that calls `hook` before the weights go over."""
+
+    def __init__(self, client: WeightSyncClient, hook: Any) -> None:
+        self._client, self._hook = client, hook
+        self.init_weight_transfer_engine = client.init_weight_transfer_engine
+        self.start_weight_update = client.start_weight_update
+        self.finish_weight_update = client.finish_weight_update
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        self._hook()
+        self._client.update_weights(update_info)
+
+
+@pytest.fixture(scope="module")
+def learner() -> Learner:
+    return Learner()
+
+
+@pytest.fixture(scope="module")
+def mortal() -> Iterator[VLLMEngine]:
+    """An engine of this module's own, which the tests that follow kill, revive and close, in their order."""
+    with VLLMEngine(default_model(), device="cpu", max_model_len=256) as engine:
+        yield engine
+
+
+def test_cancelled_and_aborted_requests_leave_nothing_behind(vllm_engine: FaultyEngine) -> None:
+    async def cancel(count: int) -> None:
+        waiting = [asyncio.create_task(vllm_engine.generate(PROMPT, LONG)) for _ in range(count)]
+        await asyncio.sleep(0.1)
+        for task in waiting[::2]:
+            task.cancel()
+        await vllm_engine.abort()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    for _ in range(4):
+        asyncio.run(cancel(50))
+    before = _memory(vllm_engine)
+    for _ in range(4):
+        asyncio.run(cancel(50))
+    # An answer comes between two steps of the scheduler, so a request that was left behind would be seen 240 times.
+    assert (0, 0, 0, False) in [_left(vllm_engine) for _ in range(10)]
+    assert _memory(vllm_engine) - before < 8 * 2**20
+
+
+def test_a_sender_that_hangs_is_given_up_and_the_old_weights_serve_on(
+    vllm_engine: FaultyEngine, learner: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(update, "TRANSFER_DEADLINE_S", 1.0)
+    version = vllm_engine.weight_version
+    greedy = vllm_engine.generate_sync(PROMPT, GREEDY).token_ids
+    released, late = threading.Event(), Future[None]()
+
+    class Hanging:
+        logprobs = learner.logprobs
+
+        def send(self, client: WeightSyncClient) -> Manifest:
+            client.start_weight_update()
+            released.wait(60)
+            try:
+                client.update_weights({"names": [], "shapes": []})
+            except Exception as error:
+                late.set_exception(error)
+            return {}
+
+    flying = vllm_engine.submit(PROMPT, LONG)
+    with pytest.raises(WeightUpdateError, match="took over 1 s"):
+        vllm_engine.update_weights_sync(Hanging(), version + 1)
+    released.set()
+    with pytest.raises(EngineError, match="given up after its deadline"):
+        late.result(5)
+    assert flying.result(30).finish_reason == "length"
+    assert not asyncio.run(vllm_engine.is_paused())
+    completion = vllm_engine.generate_sync(PROMPT, GREEDY)
+    assert (completion.token_ids, vllm_engine.weight_version) == (greedy, version)
+
+
+def test_death_of_the_core_is_noticed_in_seconds_and_a_restart_clears_it_away(
+    mortal: VLLMEngine, learner: Learner
+) -> None:
+    requests = [mortal.submit(PROMPT, LONG) for _ in range(16)]
+    waiting = mortal.start(mortal._pause("wait", True))
+    former = _processes(mortal)
+    assert _remains(former)
+    _kill(mortal, "EngineCore")
+    _assert_all_die([*requests, waiting], pending=16)
+    _assert_dead(mortal)
+
+    assert mortal.restart_sync(learner).label == "0#2"
+    assert not _remains(former)
+    assert mortal.generate_sync(PROMPT, GREEDY).labels == {"0#2"}
+
+
+def test_a_death_in_an_update_fails_every_call_and_a_restart_brings_its_version_back(
+    mortal: VLLMEngine, learner: Learner
+) -> None:
+    perturb(learner.model, seed=1, size=3e-2)
+    mortal.update_weights_sync(learner, 4)
+    perturb(learner.model, seed=2, size=3e-2)
+    requests = [mortal.submit(PROMPT, LONG) for _ in range(16)]
+    learner.hook = lambda: _kill(mortal, "Worker")
+    updating = mortal.start(mortal._update_weights(learner, 5, "keep", True))
+    waiter = mortal.start(mortal._proven(frozenset({"5"})))
+    _assert_all_die([*requests, updating, waiter], pending=16)
+    _assert_dead(mortal)
+    former = _processes(mortal)
+
+    learner.hook = lambda: None
+    report = mortal.restart_sync(learner, 5)
+    assert not _remains(former)
+    assert (report.version, mortal.weight_version, mortal.in_flight) == (5, 5, 0)
+    assert report.label in ("5", "5#2") and report.mismatch_max <= 1e-4
+    completion = mortal.generate_sync(PROMPT, GREEDY)
+    assert completion.labels == {report.label}
+    assert _greedy(learner, completion.prompt_ids) == completion.token_ids
+    asyncio.run(mortal.proven([report.label, "4"]))  # rows of the former life that were proven stay good
+    assert mortal.update_weights_sync(learner, 6).label == "6"
+
+
+def test_close_fails_what_waits_and_leaves_nothing(mortal: VLLMEngine) -> None:
+    requests = [mortal.submit(PROMPT, LONG) for _ in range(16)]
+    while not any(mortal.progress().values()):
+        time.sleep(0.01)
+    processes = _processes(mortal)
+    mortal.close()
+    for call in (*requests, mortal):
+        with pytest.raises(EngineError, match=f"engine '{mortal.model}' is closed") as error:
+            call.submit(PROMPT, GREEDY) if call is mortal else call.result(0)
+        assert not isinstance(error.value, EngineDeadError)
+    assert mortal.in_flight == 0 and not _remains(processes)
+    mortal.close()
+
+
+SCRIPT = """
+import time
+from rlenv.engine.vllm import VLLMEngine
+from rlenv.models import default_model
+engine = VLLMEngine(default_model(), device="cpu", max_model_len=256)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_killed_parent_leaves_no_process_and_no_shared_memory() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
+    family = psutil.Process(parent.pid).children(recursive=True)
+    shared = {Path(area.path) for process in family for area in process.memory_maps() if "/dev/shm/" in area.path}
+    assert len(family) >= 3 and shared  # core, worker, resource tracker, and the queues between them
+    parent.kill()
+    parent.communicate()
+    deadline = time.monotonic() + GONE_S
+    while left := [*filter(_runs, family), *filter(Path.exists, shared)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def _kill(engine: VLLMEngine, name: str) -> None:
+    core, worker = _processes(engine).vital
+    os.kill({"EngineCore": core, "Worker": worker}[name].pid, signal.SIGKILL)
+
+
+def _processes(engine: VLLMEngine) -> VLLMProcesses:
+    assert engine._processes is not None
+    return engine._processes
+
+
+def _remains(processes: VLLMProcesses) -> list[object]:
+    """What is left of an engine: processes, sockets, shared memory."""
+    assert len(processes.vital) == 2 and processes.shared
+    files = [Path(processes.sockets), *(Path("/dev/shm") / name for name in processes.shared)]
+    return [*filter(_runs, processes.family), *filter(Path.exists, files)]
+
+
+def _assert_all_die(calls: Sequence[Future[Any]], pending: int) -> None:
+    began = time.monotonic()
+    for call in calls:
+        with pytest.raises(EngineDeadError, match=f"engine '.*' died; {pending} requests were pending"):
+            call.result(30)
+    assert time.monotonic() - began < NOTICE_S
+
+
+def _assert_dead(engine: VLLMEngine) -> None:
+    began = time.monotonic()
+    for call in (lambda: engine.submit(PROMPT, GREEDY), engine.resume_sync, lambda: asyncio.run(engine.proven(["4"]))):
+        with pytest.raises(EngineDeadError):
+            call()
+    assert time.monotonic() - began < 0.5 and engine.in_flight == 0
+
+
+def _left(engine: VLLMEngine) -> tuple[int, int, int, bool]:
+    """In flight, known to the output processor, running by our books, and whether the scheduler has any work."""
+    work = engine.start(engine._llm.engine_core.call_utility_async("has_work")).result(10)
+    states = engine._llm.output_processor.request_states
+    return engine.in_flight, len(states), len(engine._running), work
+
+
+def _memory(engine: VLLMEngine) -> int:
+    return sum(process.memory_info().rss for process in (*_processes(engine).family, psutil.Process()))
+
+
+def _greedy(learner: Learner, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """What the learner's own model would say."""
+    import torch
+
+    ids = torch.tensor([list(prompt)])
+    said = learner.model.generate(ids, max_new_tokens=32, min_new_tokens=32, do_sample=False, eos_token_id=None)
+    return tuple(said[0, len(prompt) :].tolist())
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,40 @@
+"""More requests than one step of the real engine can take in: each is served whole, and a seed says what it is told."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import pytest
+
+from rlenv.engine.vllm import VLLMEngine
+from rlenv.types import Completion, Sample
+
+pytestmark = pytest.mark.engine
+
+REQUESTS, PROMPT_IDS, TOKENS = 64, 200, 32
+
+
+def test_seeded_requests_beyond_one_step_are_all_served_and_repeat_themselves(vllm_engine: VLLMEngine) -> None:
+    assert vllm_engine._arguments["max_num_batched_tokens"] < REQUESTS * PROMPT_IDS
+    first = _serve(vllm_engine, range(REQUESTS))
+    assert {(len(one.prompt_ids), len(one.token_ids)) for one in first.values()} == {(PROMPT_IDS, TOKENS)}
+    assert {one.finish_reason for one in first.values()} == {"length"}
+    assert len({one.token_ids for one in first.values()}) == REQUESTS
+    again = _serve(vllm_engine, reversed(range(REQUESTS)))  # other neighbours in each step
+    assert {seed: one.token_ids for seed, one in again.items()} == {seed: one.token_ids for seed, one in first.items()}
+    assert vllm_engine.in_flight == 0
+
+
+def _serve(engine: VLLMEngine, seeds: Iterable[int]) -> dict[int, Completion]:
+    """One request a seed, all at once."""
+    engine.pause_sync()  # so that the scheduler finds all of them
+    futures = {
+        seed: engine.submit(
+            random.Random(seed).choices(range(10, 260), k=PROMPT_IDS),
+            Sample(temperature=2.0, seed=seed, max_tokens=TOKENS, ignore_eos=True),
+        )
+        for seed in seeds
+    }
+    engine.resume_sync()
+    return {seed: future.result(60) for seed, future in futures.items()}
