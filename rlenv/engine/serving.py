@@ -43,12 +43,12 @@ class Server:
     def __init__(self, settings: EngineSettings, host: str, port: int, token: str | None, log: Path | None) -> None:
         self.model, self.token = settings.model, token
         self._settings, self._host, self._port = settings, host, port
-        self._scratch = None if log else tempfile.TemporaryDirectory(prefix="rlenv-server-")
-        self.log = log or Path(self._scratch.name if self._scratch else "", "server.log")
+        self._scratch = tempfile.TemporaryDirectory(prefix="rlenv-server-")  # for vLLM's sockets, too
+        self.log = log or Path(self._scratch.name, "server.log")
         try:
             self._start()
         except BaseException:
-            self._discard_scratch()
+            self._scratch.cleanup()
             raise
 
     @property
@@ -67,7 +67,7 @@ class Server:
     def close(self) -> None:
         """End the server and every process below it. Closing twice is closing once."""
         self._end()
-        self._discard_scratch()
+        self._scratch.cleanup()
 
     def __enter__(self) -> Self:
         return self
@@ -79,7 +79,8 @@ class Server:
 
     def _start(self) -> None:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *self._settings.command_line(), *_FLAGS]
-        extra = {**self._settings.environment, **_MODE, PARENT: str(os.getpid())}
+        own = {PARENT: str(os.getpid()), "VLLM_RPC_BASE_PATH": self._scratch.name}
+        extra = {**self._settings.environment, **_MODE, **own}
         if self.token:
             extra["VLLM_API_KEY"] = self.token  # on the command line every user of the machine could read it
         with open(self.log, "ab") as log:
@@ -127,10 +128,6 @@ class Server:
                 process.kill()
         self._process.wait()
         psutil.wait_procs(family, timeout=SHUTDOWN_S)
-
-    def _discard_scratch(self) -> None:
-        if self._scratch is not None:
-            self._scratch.cleanup()
 
     def _tail(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
