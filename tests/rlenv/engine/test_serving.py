@@ -123,7 +123,8 @@ def test_server_that_dies_in_an_update_and_comes_back_with_old_weights(
         sender = ModelSender(model, backend=engine.transport, dtype=engine.dtype)
         engine.update_weights_sync(sender, 1)
         answered = engine.generate_sync(PROMPT, LONG)
-        waiting = [engine.submit(PROMPT, LONG) for _ in range(4)]
+        engine.pause_sync("keep")
+        waiting = [engine.submit(PROMPT, LONG) for _ in range(4)]  # in flight until the update lets them go on
         began = time.monotonic()
         with pytest.raises(EngineDeadError, match=url):
             engine.update_weights_sync(_Killing(sender, command), 2)
