@@ -36,6 +36,7 @@ _DEFAULTS = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 _TORCH_ON_TRITON = "torch._library.triton"  # the logger by which torch warns that a CPU has no Triton
+_QUIET = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_LOGS": f"-{_TORCH_ON_TRITON}"}
 _CORE, _WORKER = "EngineCore", "::Worker"  # in the names by which vLLM's processes go
 SHUTDOWN_S = 20.0  # a worker takes some seconds to unload torch
 TERMINATE_S = 5.0  # a process that is only starting
@@ -178,8 +179,8 @@ def check_plugin() -> None:
 
 def server_environment(extra: dict[str, str]) -> dict[str, str]:
     """The whole environment of a vLLM server that this process starts."""
-    with _children_environment(extra):
-        return _DEFAULTS | dict(os.environ)
+    inherited = {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
+    return _DEFAULTS | inherited | extra | _QUIET
 
 
 def family_of(cores: Iterable[int | None]) -> tuple[tuple[psutil.Process, ...], tuple[psutil.Process, ...]]:
@@ -230,12 +231,11 @@ def _children_environment(extra: dict[str, str]) -> Iterator[None]:
     saved = dict(os.environ)
     for name in _LAUNCHER:
         os.environ.pop(name, None)
-    quiet = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_LOGS": f"-{_TORCH_ON_TRITON}"}
-    os.environ.update(extra | quiet)
+    os.environ.update(extra | _QUIET)
     try:
         yield
     finally:
-        for name in {*_LAUNCHER, *extra, *quiet}:
+        for name in {*_LAUNCHER, *extra, *_QUIET}:
             if name in saved:
                 os.environ[name] = saved[name]
             else:

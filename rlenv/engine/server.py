@@ -306,6 +306,8 @@ class ServerEngine(EngineFaces):
         return True
 
     async def _close(self) -> None:
+        if self._heart is not None:
+            self._heart.cancel()
         calls = set(self._life.calls)
         for call in calls:
             call.cancel()

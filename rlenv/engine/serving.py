@@ -43,9 +43,13 @@ class Server:
     def __init__(self, settings: EngineSettings, host: str, port: int, token: str | None, log: Path | None) -> None:
         self.model, self.token = settings.model, token
         self._settings, self._host, self._port = settings, host, port
-        self._scratch = None if log else tempfile.TemporaryDirectory(prefix="rlenv-server-")
-        self.log = log or Path(self._scratch.name if self._scratch else "", "server.log")
-        self._start()
+        self._scratch = tempfile.TemporaryDirectory(prefix="rlenv-server-")  # for vLLM's sockets, too
+        self.log = log or Path(self._scratch.name, "server.log")
+        try:
+            self._start()
+        except BaseException:
+            self._scratch.cleanup()
+            raise
 
     @property
     def processes(self) -> list[psutil.Process]:
@@ -60,23 +64,10 @@ class Server:
         status = self._process.wait()
         raise EngineDeadError(f"the server of {self.model!r} at {self.url} ended with status {status}{self._tail()}")
 
-    def restart(self) -> None:
-        """End what is left of the server and start it anew at the same address, with the weights of its folder."""
-        self._end()
-        self._start()
-
-    def kill(self) -> None:
-        """End the server at once, as a crash would."""
-        for process in self.processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        self._process.wait()
-
     def close(self) -> None:
         """End the server and every process below it. Closing twice is closing once."""
         self._end()
-        if self._scratch is not None:
-            self._scratch.cleanup()
+        self._scratch.cleanup()
 
     def __enter__(self) -> Self:
         return self
@@ -88,7 +79,8 @@ class Server:
 
     def _start(self) -> None:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *self._settings.command_line(), *_FLAGS]
-        extra = {**self._settings.environment, **_MODE, PARENT: str(os.getpid())}
+        own = {PARENT: str(os.getpid()), "VLLM_RPC_BASE_PATH": self._scratch.name}
+        extra = {**self._settings.environment, **_MODE, **own}
         if self.token:
             extra["VLLM_API_KEY"] = self.token  # on the command line every user of the machine could read it
         with open(self.log, "ab") as log:
@@ -113,10 +105,9 @@ class Server:
                 if (status := self._process.poll()) is not None:
                     raise EngineError(f"no server started for {self.model!r}: status {status}{self._tail()}")
                 for port in self._listening():
-                    url = f"http://{self._host}:{port}"
+                    url = f"http://[{self._host}]:{port}" if ":" in self._host else f"http://{self._host}:{port}"
                     with contextlib.suppress(httpx.TransportError):
                         if client.get(f"{url}/health").is_success:
-                            self._port = port
                             return url
                 time.sleep(_POLL_S)
         raise EngineError(f"the server of {self.model!r} was not healthy after {START_S:.0f} s{self._tail()}")

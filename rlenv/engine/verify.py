@@ -17,6 +17,7 @@ import tyro
 
 from rlenv.engine.remote import Answer, RemoteVLLM, Setup, canaries
 from rlenv.engine.transfer.proof import MAX_ABS_FP32, MEAN_ABS_HALF, check_canaries, differences
+from rlenv.engine.transfer.update import PROOF_DEADLINE_S
 from rlenv.errors import ConfigError, EngineDeadError, EngineError, WeightUpdateError
 
 USUAL_BLOCK = 128  # ids in a block of the prefix cache, where the server cannot be asked
@@ -52,8 +53,16 @@ class SyncReport:
         rows += [f"differs      {wrong}" for wrong in self.wrong]
         rows += [f"not covered  {what}" for what in self.not_covered]
         rows += [f"would show   {_size(size)} {what}" for what, size in self.smallest.items()]
-        verdict = "differs from" if self.wrong else "computes with" if self.matches else "could not be compared with"
-        return [*rows, f"the server {verdict} this checkpoint"]
+        return [*rows, self._verdict()]
+
+    def _verdict(self) -> str:
+        if self.wrong:
+            return "the server does not compute with this checkpoint"
+        if not self.matches:
+            return "the server could not be compared with this checkpoint"
+        if self.not_covered:
+            return "no difference was seen in what could be compared"
+        return "the server computes with this checkpoint"
 
 
 def verify_sync(
@@ -105,7 +114,8 @@ class _Comparison:
             self._report.not_covered.append("log-probs: the server is paused, so that it answers no request")
         else:
             await self._compare_canaries(setup)
-        self._report.smallest = await asyncio.to_thread(_smallest, self._model, setup.dtype, fingerprinted)
+        if self._report.matches:
+            self._report.smallest = await asyncio.to_thread(_smallest, self._model, setup.dtype, fingerprinted)
         return self._report
 
     async def _ask_setup(self) -> Setup:
@@ -137,7 +147,11 @@ class _Comparison:
         async def run(prompt: Sequence[int], fields: dict[str, Any]) -> Answer:
             return await self._remote.complete(next(names), prompt, fields)
 
-        results = await canaries(run, setup.vocabulary, setup.block, self._context)
+        try:
+            async with asyncio.timeout(PROOF_DEADLINE_S):
+                results = await canaries(run, setup.vocabulary, setup.block, self._context)
+        except TimeoutError:
+            raise EngineDeadError(f"{self._report.url} did not sample within {PROOF_DEADLINE_S:.0f} s") from None
         reference = await asyncio.to_thread(self._sender().logprobs, [result.ids for result in results])
         try:
             gap = check_canaries(0, results, reference, setup.dtype)

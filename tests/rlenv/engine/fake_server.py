@@ -29,6 +29,8 @@ class FakeServer:
         self.hangs: set[str] = set()
         self.fails: dict[str, tuple[int, str]] = {}
         self.breaks: Counter[str] = Counter()  # route → how many of its next calls end without an answer
+        self.slow: dict[str, float] = {}  # route → seconds between what it does and its answer
+        self.late: dict[str, float] = {}  # route → seconds that a call of it is on its way
         self.dies_at = ""
         self.logprob = -1.0
         self._released = threading.Event()
@@ -64,6 +66,8 @@ class FakeServer:
         if route in ("/pause", "/resume"):
             self.paused = route == "/pause"
         if route == "/inference/v1/generate":
+            while self.paused and not self._released.is_set():
+                time.sleep(0.01)
             return self._generated(body)
         return {"weight_version": self.label, "is_paused": self.paused}
 
@@ -117,7 +121,10 @@ def _handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
                 status, message = server.fails[route]
                 self._send(status, {"error": {"message": message}})
             else:
-                self._send(200, server.answer(route, body))
+                time.sleep(server.late.get(route, 0.0))
+                answer = server.answer(route, body)
+                time.sleep(server.slow.get(route, 0.0))
+                self._send(200, answer)
 
         do_POST = do_GET
 

@@ -23,6 +23,7 @@ from benchmarks.faults import catalogue, inject
 from rlenv.engine import serving
 from rlenv.engine.base import Manifest, WeightSyncClient
 from rlenv.engine.process import server_environment
+from rlenv.engine.remote import _in_json
 from rlenv.engine.server import ServerEngine
 from rlenv.engine.serving import serve
 from rlenv.engine.settings import engine_settings
@@ -84,6 +85,22 @@ def test_server_whose_starter_is_gone_ends_itself() -> None:
 
 
 @pytest.mark.engine
+def test_handle_of_a_gpus_memory_survives_json() -> None:
+    from rlenv.engine.transfer.ipc import _restored
+
+    plain = [None, [2, 3], [3, 1], 0, None, "float32", 0, b"\x00handle\xff", 24, 0, b"counter", 0, None, True]
+    through_json = json.loads(json.dumps(_in_json({"ipc_handles": [{"GPU-1": plain}]})))
+    assert _restored(through_json["ipc_handles"][0]["GPU-1"]) == _restored(plain)
+
+
+@pytest.mark.engine
+def test_wrong_token_is_refused_and_the_server_left_as_it_was(server_engine: ServerEngine) -> None:
+    with pytest.raises(ConfigError, match="pass the token"):
+        ServerEngine(server_engine.url, token="wrong")
+    assert server_engine.generate_sync(PROMPT, LONG).finish_reason == "length"
+
+
+@pytest.mark.engine
 @pytest.mark.parametrize("name", OVER_HTTP)
 def test_fault_is_caught_over_http_as_in_process(server_engine: Any, name: str) -> None:
     [fault] = [fault for fault in catalogue() if fault.name == name]
@@ -106,7 +123,8 @@ def test_server_that_dies_in_an_update_and_comes_back_with_old_weights(
         sender = ModelSender(model, backend=engine.transport, dtype=engine.dtype)
         engine.update_weights_sync(sender, 1)
         answered = engine.generate_sync(PROMPT, LONG)
-        waiting = [engine.submit(PROMPT, LONG) for _ in range(4)]
+        engine.pause_sync("keep")
+        waiting = [engine.submit(PROMPT, LONG) for _ in range(4)]  # in flight until the update lets them go on
         began = time.monotonic()
         with pytest.raises(EngineDeadError, match=url):
             engine.update_weights_sync(_Killing(sender, command), 2)
