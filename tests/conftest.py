@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.faults import FaultyEngine
 from rlenv.engine.base import Engine, Manifest, TensorDigest, WeightSender, WeightSyncClient
+from rlenv.engine.group import EngineGroup
 from rlenv.engine.scripted import Policy, ScriptedEngine
 from rlenv.engine.transfer.sender import ModelSender
 from rlenv.models import default_model
@@ -148,6 +149,18 @@ def scripted_case(scripted: Callable[..., ScriptedEngine], sender: WeightSender)
     engine = scripted(lambda prompt_ids, sample: alphabet * 20, delay=0.004, max_model_len=256)
     prompt = Renderer(engine.tokenizer).start([{"role": "user", "content": "abc"}])
     return EngineCase(engine, prompt, sender, underway_s=0.06)
+
+
+@pytest.fixture
+def group_case(scripted: Callable[..., ScriptedEngine], sender: WeightSender) -> Iterator[EngineCase]:
+    """Two scripted engines behind one contract."""
+    alphabet = list(range(10, 36))
+    engines = [
+        scripted(lambda prompt_ids, sample: alphabet * 20, delay=0.004, max_model_len=limit) for limit in (256, 512)
+    ]
+    prompt = Renderer(engines[0].tokenizer).start([{"role": "user", "content": "abc"}])
+    with EngineGroup(engines) as group:
+        yield EngineCase(group, prompt, sender, underway_s=0.06)
 
 
 @pytest.fixture(scope="session")
