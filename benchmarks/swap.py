@@ -1,6 +1,7 @@
 """Swap weights in mid-generation and check every token against a fresh engine that holds the new weights.
 
     python -m benchmarks.swap --device cpu --out swap.json
+    python -m benchmarks.swap --engine group                # or ray
 
 The scenario of vLLM's public asynchronous RL example: 13 greedy prompts are in flight; once one has sampled
 `--threshold` tokens the engine is paused (keep), other weights are transferred, it resumes, and each request ends
@@ -18,17 +19,21 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.hardware import hardware, versions
-from rlenv.engine.base import UpdateReport
+from rlenv.engine.base import Engine, UpdateReport
+from rlenv.engine.group import EngineGroup
 from rlenv.engine.transfer.sender import ModelSender
 from rlenv.engine.vllm import VLLMEngine
 from rlenv.models import default_model
 from rlenv.render import Renderer
 from rlenv.types import Completion, Sample
+
+if TYPE_CHECKING:
+    from rlenv.engine.ray import RayEngine
 
 QUESTIONS = [f"What is {17 + 5 * i}+{83 - 4 * i}? Put the answer in \\boxed{{}}." for i in range(13)]
 SHAPES = {
@@ -95,28 +100,41 @@ async def run(arguments: argparse.Namespace, old: str, new: str) -> tuple[list[S
     with start_engine(arguments, old) as engine:
         prompts = _prompts(engine)
         unswapped = await _generate(engine, prompts, greedy)
-        sender = ModelSender(_load(new, arguments), backend=engine.transport, dtype=engine.dtype)
+        parts: Any = engine.engines if isinstance(engine, EngineGroup) else (engine,)
+        sender = ModelSender(_load(new, arguments), backend=parts[0].transport, dtype=parts[0].dtype)
         requests = [asyncio.create_task(engine.generate(p, greedy, request_id=f"r{i}")) for i, p in enumerate(prompts)]
-        while max(engine.progress().values(), default=0) < arguments.threshold:  # noqa: ASYNC110 - a count, no event
+        while _sampled(parts) < arguments.threshold:  # noqa: ASYNC110 - a count, no event
             await asyncio.sleep(0.002)
         await engine.pause("keep")
         report = await engine.update_weights(sender, 1)  # resumes, too
         completions = await asyncio.gather(*requests)
-    with start_engine(arguments, new) as engine:
+    with VLLMEngine(new, **_settings(arguments)) as fresh:
         split = [_split(completion) for completion in completions]
         continued = [
-            engine.generate(prompt + list(before), Sample(temperature=0.0, max_tokens=len(after), ignore_eos=True))
+            fresh.generate(prompt + list(before), Sample(temperature=0.0, max_tokens=len(after), ignore_eos=True))
             for prompt, (before, after) in zip(prompts, split, strict=True)
         ]
-        fresh = await asyncio.gather(*continued)
+        continuations = await asyncio.gather(*continued)
     return [
         Swap(tuple(prompt), before, after, whole.token_ids, again.token_ids)
-        for prompt, (before, after), whole, again in zip(prompts, split, unswapped, fresh, strict=True)
+        for prompt, (before, after), whole, again in zip(prompts, split, unswapped, continuations, strict=True)
     ], report
 
 
-def start_engine(arguments: argparse.Namespace, model: str) -> VLLMEngine:
-    return VLLMEngine(model, device=arguments.device, max_model_len=1024, batch_invariant=arguments.device == "cuda")
+def start_engine(arguments: argparse.Namespace, model: str) -> VLLMEngine | EngineGroup | RayEngine:
+    """The engine that is swapped under its requests: in process, two of them in a group, or in an actor of Ray."""
+    settings = _settings(arguments)
+    if arguments.engine == "group":
+        cores = ("0", "1") if arguments.device == "cpu" else (None, None)
+        return EngineGroup([VLLMEngine(model, cpu_cores=core, **settings) for core in cores])
+    if arguments.engine == "ray":
+        import ray
+
+        from rlenv.engine.ray import RayEngine
+
+        ray.init(include_dashboard=False, log_to_driver=False)
+        return RayEngine(model, actor={"num_gpus": int(arguments.device == "cuda")}, **settings)
+    return VLLMEngine(model, **settings)
 
 
 def make_model(folder: str, arguments: argparse.Namespace, seed: int) -> str:
@@ -153,11 +171,20 @@ def summarise(arguments: argparse.Namespace, swaps: Sequence[Swap], report: Upda
     }
 
 
-async def _generate(engine: VLLMEngine, prompts: Sequence[Sequence[int]], sample: Sample) -> list[Completion]:
+def _sampled(engines: Sequence[Any]) -> int:
+    """How many ids the request that is furthest has sampled."""
+    return max((count for engine in engines for count in engine.progress().values()), default=0)
+
+
+def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {"device": arguments.device, "max_model_len": 1024, "batch_invariant": arguments.device == "cuda"}
+
+
+async def _generate(engine: Engine, prompts: Sequence[Sequence[int]], sample: Sample) -> list[Completion]:
     return list(await asyncio.gather(*(engine.generate(prompt, sample) for prompt in prompts)))
 
 
-def _prompts(engine: VLLMEngine) -> list[list[int]]:
+def _prompts(engine: Engine) -> list[list[int]]:
     renderer = Renderer(engine.tokenizer)
     return [renderer.start([{"role": "user", "content": question}]) for question in QUESTIONS]
 
@@ -184,6 +211,7 @@ def _dtype(arguments: argparse.Namespace) -> Any:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.swap", description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--engine", choices=("vllm", "group", "ray"), default="vllm")
     parser.add_argument("--shape", choices=tuple(SHAPES), default=None, help="default: tiny on a CPU, 0.6b on a GPU")
     parser.add_argument("--tokens", type=int, default=200, help="tokens a request")
     parser.add_argument("--threshold", type=int, default=40, help="swap once one request has sampled so many")

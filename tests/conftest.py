@@ -16,7 +16,9 @@ from benchmarks.faults import FaultyEngine
 from rlenv.engine.base import Engine, Manifest, TensorDigest, WeightSender, WeightSyncClient
 from rlenv.engine.group import EngineGroup
 from rlenv.engine.scripted import Policy, ScriptedEngine
+from rlenv.engine.transfer.plugin import SHARED_MEMORY
 from rlenv.engine.transfer.sender import ModelSender
+from rlenv.engine.vllm import VLLMEngine
 from rlenv.models import default_model
 from rlenv.render import Renderer
 
@@ -172,8 +174,45 @@ def vllm_engine() -> Iterator[FaultyEngine]:
 
 @pytest.fixture
 def vllm_case(vllm_engine: FaultyEngine) -> EngineCase:
-    """The real engine under the contract; the sender sends the shipped weights again."""
-    prompt = Renderer(vllm_engine.tokenizer).start([{"role": "user", "content": "What is 12+34?"}])
+    """The real engine under the contract."""
+    return _shipped_model_on(vllm_engine)
+
+
+@pytest.fixture(scope="session")
+def vllm_group() -> Iterator[EngineGroup]:
+    """Two real engines, a core each, started once."""
+    engines = [VLLMEngine(default_model(), device="cpu", max_model_len=256, cpu_cores=core) for core in "01"]
+    with EngineGroup(engines) as group:
+        yield group
+
+
+@pytest.fixture
+def vllm_group_case(vllm_group: EngineGroup) -> EngineCase:
+    """Two real engines behind one contract."""
+    return _shipped_model_on(vllm_group)
+
+
+@pytest.fixture(scope="session")
+def ray_engine() -> Iterator[Engine]:
+    """The real engine in an actor of a local Ray, both started once."""
+    import ray
+
+    from rlenv.engine.ray import RayEngine
+
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    with RayEngine(default_model(), device="cpu", max_model_len=256, cpu_cores="1") as engine:
+        yield engine
+    ray.shutdown()
+
+
+@pytest.fixture
+def ray_case(ray_engine: Engine) -> EngineCase:
+    """The engine in an actor under the contract."""
+    return _shipped_model_on(ray_engine, underway_s=0.15)  # calls of an actor take a while
+
+
+def _shipped_model_on(engine: Engine, underway_s: float = 0.05) -> EngineCase:
+    """A sender that sends the shipped weights again."""
+    prompt = Renderer(engine.tokenizer).start([{"role": "user", "content": "What is 12+34?"}])
     model = AutoModelForCausalLM.from_pretrained(default_model(), dtype=torch.float32)
-    sender = ModelSender(model, backend=vllm_engine.transport, dtype=vllm_engine.dtype)
-    return EngineCase(vllm_engine, prompt, sender, underway_s=0.05)
+    return EngineCase(engine, prompt, ModelSender(model, backend=SHARED_MEMORY), underway_s)

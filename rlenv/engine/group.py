@@ -189,24 +189,18 @@ class EngineGroup(EngineFaces):
             if version < self._version:
                 raise ConfigError(f"weight version {version} is older than {self._version}, which serves now")
             in_flight = self.in_flight
+            members = self._in("serving") or self._in("ready")
+            reports = await self._roll(members, sender, version, mode, clear_cache)
             label = self._next_label(version)
             self._ledger.open(label)
-            members = self._in("serving") or self._in("ready")
-            try:
-                reports = await self._roll(members, sender, version, mode, clear_cache)
-            except BaseException:
-                self._ledger.refute(label, _uncommitted(version))
-                raise
-            self._version = version
             self._ledger.prove(label)
-            self._announce()
             await self._catch_up(sender, version)
             return combined(label, in_flight, reports)
 
     async def _roll(
         self, members: list[Member], sender: WeightSender, version: int, mode: PauseMode, clear_cache: bool
     ) -> list[UpdateReport]:
-        """Update one after the other; all that are left then serve `version`, proven, or none of them does."""
+        """Update one after the other, and commit: all that are left serve `version`, proven, or none of them does."""
         proven: dict[Member, UpdateReport] = {}
         failed: dict[Member, EngineError] = {}
         state = members[0].state if members else "serving"
@@ -223,9 +217,11 @@ class EngineGroup(EngineFaces):
             proven = {member: report for member, report in proven.items() if member.state == state}
             if not proven:
                 raise _first(list(failed.values()), self.model)
+            self._version = version
         except BaseException:
             for member in proven:
-                self._withdraw(member, f"holds version {version}, which was not committed")
+                if member.state == state:
+                    self._withdraw(member, f"holds version {version}, which was not committed")
             raise
         finally:
             self._rolling = None
@@ -280,6 +276,7 @@ class EngineGroup(EngineFaces):
                 self._quarantine(member, str(outcome))
 
     def _next_label(self, version: int) -> str:
+        """The group's own label for a commit; completions carry those of the engines."""
         labels = itertools.chain([str(version)], (f"{version}#{attempt}" for attempt in itertools.count(2)))
         label = next(label for label in labels if label not in self._known)
         self._known.add(label)

@@ -34,7 +34,9 @@ class VLLMEngine(EngineFaces):
     """One vLLM engine for the model in folder `model`, shared by every caller in this process.
 
     `dtype`: float32 on a CPU, bfloat16 on a GPU unless said otherwise. `device`: "cpu", "cuda", or what vLLM was
-    built for. Raises ConfigError for settings that cannot work, EngineError if vLLM does not start.
+    built for. `cpu_cores` on a CPU, "0-3" or "1,3": those to compute on, for engines side by side; vLLM takes the first
+    ones by itself. `data_parallel_size` ranks, each a whole copy of the model, share the requests; their cores are
+    written "0|1". Raises ConfigError for settings that cannot work, EngineError if vLLM does not start.
     """
 
     worker_extension = EXTENSION
@@ -50,16 +52,21 @@ class VLLMEngine(EngineFaces):
         seed: int = 0,
         batch_invariant: bool = False,
         gpu_memory_utilization: float = 0.4,
+        cpu_cores: str | None = None,
+        data_parallel_size: int = 1,
     ) -> None:
-        folder = _model_folder(model)
+        folder = model_folder(model)
         self.device = _device(device)
         self.dtype = dtype or ("float32" if self.device == "cpu" else "bfloat16")
         self.transport = SHARED_MEMORY if self.device == "cpu" else IPC
         if batch_invariant and self.device == "cpu":
             raise ConfigError("batch_invariant needs a GPU of compute capability 9.0: leave it out on a CPU")
+        if cpu_cores is not None and self.device != "cpu":
+            raise ConfigError("cpu_cores binds an engine on a CPU: leave it out on a GPU")
         check_plugin()
-        super().__init__(folder, max_model_len or _context_of(folder))
+        super().__init__(folder, max_model_len or context_of(folder))
         self._ids = itertools.count()
+        self._ranks = data_parallel_size
         self._kept = False  # whether a pause holds requests in mid-generation
         self._running: dict[str, str] = {}  # vLLM's request id → the caller's
         self._processes: VLLMProcesses | None = None
@@ -75,6 +82,7 @@ class VLLMEngine(EngineFaces):
             "worker_extension_cls": self.worker_extension,
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
+            "data_parallel_size": data_parallel_size,
             "hf_overrides": {} if self.dtype == "float32" else {"head_dtype": "float32"},
         }
         if self.device == "cpu":
@@ -85,6 +93,8 @@ class VLLMEngine(EngineFaces):
             arguments["gpu_memory_utilization"] = gpu_memory_utilization
         self._arguments = arguments
         self._environment = {"VLLM_BATCH_INVARIANT": "1"} if batch_invariant else {}
+        if cpu_cores is not None:
+            self._environment["VLLM_CPU_OMP_THREADS_BIND"] = cpu_cores
         try:
             self.start(self._open()).result()
         except BaseException:
@@ -94,7 +104,7 @@ class VLLMEngine(EngineFaces):
     @property
     def tokenizer(self) -> Any:
         """The transformers tokenizer of `model`."""
-        return _tokenizer(self.model)
+        return tokenizer_of(self.model)
 
     @property
     def weight_version(self) -> int:
@@ -109,15 +119,15 @@ class VLLMEngine(EngineFaces):
         self._end_ids = _end_ids(self.model)
 
     async def _begin(self) -> list[WeightRows]:
-        """Start vLLM's processes and look after them; returns what its worker holds."""
+        """Start vLLM's processes and look after them; returns what the worker of each rank holds."""
         self._starting = VLLMStart(self._arguments, self.transport, self._environment)
         self._processes = await in_thread(self._starting.run)
         self._starting = None
         self._watcher = asyncio.create_task(self._watch(self._processes))
         await self.set_label("0")
         workers = await self.worker_weights()
-        if len(workers) != 1:
-            raise EngineError(f"{len(workers)} workers hold the weights in shards: the proof covers one worker")
+        if len(workers) != self._ranks:
+            raise EngineError(f"{len(workers)} workers hold the weights in shards: the proof covers one worker a rank")
         return workers
 
     @property
@@ -159,11 +169,13 @@ class VLLMEngine(EngineFaces):
         """What keeps prefix-cache blocks of different weights apart."""
         return label
 
-    async def _run(self, prompt: tuple[int, ...], parameters: Any, internal: str, label: str) -> Any:
+    async def _run(
+        self, prompt: tuple[int, ...], parameters: Any, internal: str, label: str, rank: int | None = None
+    ) -> Any:
         """The final output of one vLLM request; the label salts the prefix cache, so no older block is met."""
         output = None
         inputs = {"prompt_token_ids": list(prompt), "cache_salt": self.salt(label)}
-        async for latest in self._llm.generate(inputs, parameters, internal):
+        async for latest in self._llm.generate(inputs, parameters, internal, data_parallel_rank=rank):
             output = latest
         assert output is not None and output.finished
         return output
@@ -251,13 +263,21 @@ class VLLMEngine(EngineFaces):
         await self._llm.update_weight_version(label)
 
     async def served_label(self) -> str:
-        return str(await self._llm.get_weight_version())
+        labels = await self._llm.engine_core.call_utility_all_async("get_weight_version")
+        return " and ".join(sorted(set(labels)))  # one, if the ranks agree
 
     async def worker_weights(self) -> list[WeightRows]:
-        rows: list[WeightRows] = await self._llm.collective_rpc("rlenv_weights")
-        return rows
+        # A collective_rpc reaches every rank and returns what the first one answers.
+        ask = self._llm.engine_core.call_utility_all_async
+        ranks: list[list[WeightRows]] = await ask("collective_rpc", "rlenv_weights", None, (), None)
+        return [rows for workers in ranks for rows in workers]
 
     async def canaries(self) -> list[CanaryResult]:
+        """Those of every rank."""
+        of_ranks = await asyncio.gather(*(self._canaries_of(rank) for rank in range(self._ranks)))
+        return [result for results in of_ranks for result in results]
+
+    async def _canaries_of(self, rank: int) -> list[CanaryResult]:
         """Three requests at once, two engine steps: prefill, and one token decoded beside whatever else is in flight.
 
         The first reads what the prefix cache held before, if anything; the second computes its whole prompt; the
@@ -274,7 +294,9 @@ class VLLMEngine(EngineFaces):
         }  # fmt: skip
         extras: list[dict[str, Any]] = [{}, {"prompt_logprobs": 0}, {}]
         before, computed, after = await asyncio.gather(*(
-            self._run(prompt, SamplingParams(**sampling, **extra), f"canary-{next(self._ids)}", self._updater.label)
+            self._run(
+                prompt, SamplingParams(**sampling, **extra), f"canary-{next(self._ids)}", self._updater.label, rank
+            )
             for extra in extras
         ))  # fmt: skip
         prefill = [computed.prompt_logprobs[i][prompt[i]].logprob for i in range(1, length)]
@@ -321,7 +343,7 @@ def _sampled(kind: str, prompt: tuple[int, ...], output: Any) -> CanaryResult:
     return CanaryResult(kind, prompt + tuple(result.token_ids), tuple(result.logprobs.logprobs))
 
 
-def _model_folder(model: str | os.PathLike[str]) -> str:
+def model_folder(model: str | os.PathLike[str]) -> str:
     folder = Path(model).expanduser()
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ConfigError(f"{str(model)!r} holds no config.json: name the folder of a saved model")
@@ -343,13 +365,13 @@ def _device(device: str | None) -> str:
 
 
 @functools.lru_cache(maxsize=4)
-def _tokenizer(model: str) -> Any:
+def tokenizer_of(model: str) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model)
 
 
-def _context_of(model: str) -> int:
+def context_of(model: str) -> int:
     from transformers import AutoConfig
 
     return int(AutoConfig.from_pretrained(model).max_position_embeddings)
@@ -359,7 +381,7 @@ def _end_ids(model: str) -> list[int]:
     """Ids that end a turn: by the chat template and tokenizer, and by the generation config."""
     from transformers import GenerationConfig
 
-    ids = set(Renderer(_tokenizer(model)).stop_ids)
+    ids = set(Renderer(tokenizer_of(model)).stop_ids)
     with contextlib.suppress(OSError):  # a model folder need not have one
         configured = GenerationConfig.from_pretrained(model).eos_token_id
         ids.update(configured if isinstance(configured, list) else [configured])

@@ -20,7 +20,11 @@ from rlenv.types import Completion, Sample
 if TYPE_CHECKING:
     from conftest import EngineCase
 
-ENGINES = ["scripted_case", "group_case", pytest.param("vllm_case", marks=pytest.mark.engine)]
+ENGINES = [
+    "scripted_case",
+    "group_case",
+    *(pytest.param(f"{kind}_case", marks=pytest.mark.engine) for kind in ("vllm", "vllm_group", "ray")),
+]
 GREEDY = Sample(temperature=0.0, max_tokens=12, ignore_eos=True)
 TOKENS = 200
 LONG = Sample(max_tokens=TOKENS, ignore_eos=True)
