@@ -94,11 +94,11 @@ class EngineGroup(EngineFaces):
         request = Request(prompt, sample, request_id or "request", longest)
         while True:
             member = self._next_member(request)
-            member.requests.add(request)
+            member.take(request)
             try:
                 completion = await self._ask(member, request)
             finally:
-                member.requests.remove(request)
+                member.give_back(request)
             if completion is not None:
                 return completion
             if request.aborted:
@@ -117,11 +117,11 @@ class EngineGroup(EngineFaces):
 
     async def _ask(self, member: Member, request: Request) -> Completion | None:
         """One engine's completion; None when another engine is to be asked."""
-        version = member.version
+        version, failures = member.version, member.failures
         call = member.engine.generate(request.prompt, request.sample, request_id=request.name)
         answer = await member.answer(call)
         if answer is None:
-            request.losses += member.state == "down"
+            request.losses += member.failures > failures
             return None
         error = answer.exception()
         if isinstance(error, WeightUpdateError) and len(request.refused_by) + 1 < len(self._in("serving")):
@@ -129,11 +129,11 @@ class EngineGroup(EngineFaces):
             return None
         if isinstance(error, EngineError) and not isinstance(error, WeightUpdateError):
             request.losses += 1
-            self._quarantine(member, f"failed a request: {error}")
+            self._quarantine(member, failures, f"failed a request: {error}")
             return None
         completion = answer.result()
         if any(span.version < version for span in completion.spans):
-            self._quarantine(member, f"had proven version {version} and serves an older one")
+            self._quarantine(member, failures, f"had proven version {version} and serves an older one")
             return None
         if completion.finish_reason == "abort" and not request.aborted:
             return None  # its engine dropped everything, because an update of it failed
@@ -165,17 +165,17 @@ class EngineGroup(EngineFaces):
 
     async def _everywhere(self, what: str, call: Callable[[Engine], Awaitable[T]], seconds: float | None) -> list[T]:
         """What every serving engine answers; one that does not is put in quarantine. Raises what a setting earned."""
-        members = self._in("serving")
+        members = {member: member.failures for member in self._in("serving")}
         answers = await asyncio.gather(*(member.answer(call(member.engine), seconds) for member in members))
         results = []
-        for member, answer in zip(members, answers, strict=True):
+        for (member, failures), answer in zip(members.items(), answers, strict=True):
             error = None if answer is None else answer.exception()
             if isinstance(error, ConfigError):
                 raise error
             if answer is not None and error is None:
                 results.append(answer.result())
             else:
-                self._quarantine(member, f"did not {what}: {error or f'no answer in {seconds:g} s'}")
+                self._quarantine(member, failures, f"did not {what}: {error or 'no answer'}")
         if not results:
             raise EngineDeadError(f"no engine of the group of {self.model!r} is in service")
         return results
@@ -203,31 +203,31 @@ class EngineGroup(EngineFaces):
         """Update one after the other, and commit: all that are left serve `version`, proven, or none of them does."""
         proven: dict[Member, UpdateReport] = {}
         failed: dict[Member, EngineError] = {}
-        state = members[0].state if members else "serving"
+        failures = {member: member.failures for member in members}
         self._rolling = version
         try:
             for member in members:
-                if member.state != state:
+                if member.failures > failures[member]:
                     continue  # it failed while it waited for its turn
                 outcome = await self._update(member, sender, version, mode, clear_cache)
                 if isinstance(outcome, UpdateReport):
                     proven[member] = outcome
                 else:
                     failed[member] = outcome
-            proven = {member: report for member, report in proven.items() if member.state == state}
+            proven = {member: report for member, report in proven.items() if member.failures == failures[member]}
             if not proven:
                 raise _first(list(failed.values()), self.model)
             self._version = version
         except BaseException:
             for member in proven:
-                if member.state == state:
+                if member.failures == failures[member]:
                     self._withdraw(member, f"holds version {version}, which was not committed")
             raise
         finally:
             self._rolling = None
             self._announce()
         for member, error in failed.items():
-            self._quarantine(member, str(error))
+            self._quarantine(member, failures[member], str(error))
         for member in proven:
             self._serve(member)
         return list(proven.values())
@@ -236,7 +236,7 @@ class EngineGroup(EngineFaces):
         self, member: Member, sender: WeightSender, version: int, mode: PauseMode, clear_cache: bool
     ) -> UpdateReport | EngineError:
         """Update one engine. Returns what was wrong with the engine, raises what was wrong with the trainer's side."""
-        watched = WatchedSender(sender)
+        watched, failures = WatchedSender(sender), member.failures
         if mode == "abort":
             self._want_aborted([member])
         member.updating = True
@@ -244,21 +244,22 @@ class EngineGroup(EngineFaces):
             call = member.engine.update_weights(watched, version, mode=mode, clear_cache=clear_cache)
             answer = await member.answer(call, self._update_s)
         except asyncio.CancelledError:
-            self._quarantine(member, f"was given up half way to version {version}")
+            self._quarantine(member, failures, f"was given up half way to version {version}")
             raise
         finally:
-            member.updating = False
-        if answer is None:
-            self._quarantine(member, f"took over {self._update_s:g} s to version {version}")
+            member.updating, watched.over = False, True
+        if answer is None and member.failures == failures:
+            self._quarantine(member, failures, f"took over {self._update_s:g} s to version {version}")
             if watched.busy:
                 raise _undelivered(version, f"the sender took over {self._update_s:g} s")
+        if answer is None:
             return EngineDeadError(f"engine {member.number} {self.quarantined[member.number]}")
         error = answer.exception()
         if isinstance(error, WeightUpdateError):
             return error
-        if isinstance(error, EngineError):
-            self._quarantine(member, f"failed on the way to version {version}: {error}")
-            return error
+        if error is not None and error is not watched.error and not isinstance(error, ConfigError):
+            self._quarantine(member, failures, f"failed on the way to version {version}: {error}")
+            return error if isinstance(error, EngineError) else EngineError(str(error))
         report = answer.result()
         member.version = version
         self._judge(member, report.label)
@@ -269,11 +270,12 @@ class EngineGroup(EngineFaces):
         for member in self._in("ready"):
             if member.engine.weight_version > version:
                 continue
+            failures = member.failures
             outcome = await self._update(member, sender, version, "keep", True)
-            if isinstance(outcome, UpdateReport):
+            if not isinstance(outcome, UpdateReport):
+                self._quarantine(member, failures, str(outcome))
+            elif member.failures == failures:
                 self._serve(member)
-            else:
-                self._quarantine(member, str(outcome))
 
     def _next_label(self, version: int) -> str:
         """The group's own label for a commit; completions carry those of the engines."""
@@ -333,10 +335,11 @@ class EngineGroup(EngineFaces):
         self.quarantined[member.number] = why
         member.give_up()
 
-    def _quarantine(self, member: Member, why: str) -> None:
-        """Take an engine out of service and start it again."""
-        if member.state == "down":
+    def _quarantine(self, member: Member, failures: int, why: str) -> None:
+        """Take an engine out of service and start it again, unless that was done since it had so many failures."""
+        if member.failures > failures:
             return
+        member.failures += 1
         member.state = "down"
         self.quarantined[member.number] = why
         member.give_up()
@@ -359,10 +362,10 @@ class EngineGroup(EngineFaces):
         self._ledger.lose(error)
 
     async def _start_again(self) -> None:
-        for member in self._in("serving"):
+        for member in [*self._in("serving"), *self._in("ready")]:
             answer = await member.answer(member.engine.is_paused(), self._answer_s)
             if answer is None or answer.exception() is not None:
-                self._quarantine(member, "did not answer")
+                self._quarantine(member, member.failures, "did not answer")
             else:
                 self._withdraw(member, "waits for its weights")
         for member in self._in("down"):

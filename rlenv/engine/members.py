@@ -7,12 +7,14 @@ other), so in a group every label names its engine, too.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, Literal, TypeVar
 
 from rlenv.engine.base import Engine, Manifest, UpdateReport, WeightSender, WeightSyncClient
+from rlenv.errors import EngineError
 from rlenv.types import Completion, Sample
 
 T = TypeVar("T")
@@ -29,15 +31,20 @@ class Member:
     number: int
     version: int
     state: State = "serving"
+    failures: int = 0  # how often it was put in quarantine
     updating: bool = False
+    outstanding: int = 0  # tokens that its requests in flight may come to, prompts included
     requests: set[Request] = field(default_factory=set)
     restart: asyncio.Task[None] | None = None
     _asked: set[asyncio.Future[Any]] = field(default_factory=set)
 
-    @property
-    def outstanding(self) -> int:
-        """Tokens that its requests in flight may come to, prompts included."""
-        return sum(request.cost for request in self.requests)
+    def take(self, request: Request) -> None:
+        self.requests.add(request)
+        self.outstanding += request.cost
+
+    def give_back(self, request: Request) -> None:
+        self.requests.remove(request)
+        self.outstanding -= request.cost
 
     async def answer(self, call: Awaitable[T], seconds: float | None = None) -> asyncio.Future[T] | None:
         """The outcome of a call of the engine; None when it took too long, or was given up with the engine."""
@@ -75,19 +82,42 @@ class Request:
 
 
 class WatchedSender:
-    """The sender of an update, which tells whether the trainer's side is what an update waits for."""
+    """The sender of one update, which tells whether the trainer's side is what the update waits for, or fails by.
+
+    Once the update is `over`, a sender that comes too late reaches the engine no more.
+    """
 
     def __init__(self, sender: WeightSender) -> None:
         self._sender = sender
-        self.busy = False
+        self.busy = self.over = False
+        self.error: Exception | None = None  # what the sender raised of its own
+        self.engines_error: Exception | None = None  # what the engine raised at a call of the sender
 
     def send(self, client: WeightSyncClient) -> Manifest:
-        with _Turn(self, busy=True):
+        with self.turn(busy=True), self._blame():
             return self._sender.send(_WatchedClient(client, self))
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        with _Turn(self, busy=True):
+        with self.turn(busy=True), self._blame():
             return self._sender.logprobs(sequences)
+
+    @contextlib.contextmanager
+    def _blame(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if error is not self.engines_error:
+                self.error = error
+            raise
+
+    @contextlib.contextmanager
+    def turn(self, *, busy: bool) -> Iterator[None]:
+        """Whether the sender is busy inside the block; after it, what was before."""
+        before, self.busy = self.busy, busy
+        try:
+            yield
+        finally:
+            self.busy = before
 
 
 class _WatchedClient:
@@ -95,33 +125,26 @@ class _WatchedClient:
         self._client, self._sender = client, sender
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        with _Turn(self._sender, busy=False):
-            self._client.init_weight_transfer_engine(init_info)
+        self._ask(self._client.init_weight_transfer_engine, init_info)
 
     def start_weight_update(self) -> None:
-        with _Turn(self._sender, busy=False):
-            self._client.start_weight_update()
+        self._ask(self._client.start_weight_update)
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        with _Turn(self._sender, busy=False):
-            self._client.update_weights(update_info)
+        self._ask(self._client.update_weights, update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        with _Turn(self._sender, busy=False):
-            self._client.finish_weight_update(weight_version)
+        self._ask(self._client.finish_weight_update, weight_version)
 
-
-class _Turn:
-    """Whether the sender is busy inside the block; after it, what was before."""
-
-    def __init__(self, sender: WatchedSender, *, busy: bool) -> None:
-        self._sender, self._busy = sender, busy
-
-    def __enter__(self) -> None:
-        self._before, self._sender.busy = self._sender.busy, self._busy
-
-    def __exit__(self, *_: object) -> None:
-        self._sender.busy = self._before
+    def _ask(self, call: Callable[..., None], *arguments: Any) -> None:
+        if self._sender.over:
+            raise EngineError("this update of the weights was given up")
+        with self._sender.turn(busy=False):
+            try:
+                call(*arguments)
+            except Exception as error:
+                self._sender.engines_error = error
+                raise
 
 
 class NoWeightsYet(Exception):

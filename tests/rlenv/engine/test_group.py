@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -208,15 +209,41 @@ def test_engine_that_hangs_in_an_update_leaves_the_others_generating(group_of: A
     assert _served_by(group) == {"2#1@0", "2#1@1"}
 
 
-def test_trainer_that_hangs_is_told_from_an_engine_that_does(group_of: Any, sender: WeightSender) -> None:
-    group, _ = group_of()
+def test_trainer_that_hangs_is_told_from_an_engine_that_does_and_reaches_it_no_more(group_of: Any, sender: Any) -> None:
+    late, refused = threading.Event(), threading.Event()
+
+    class Late:
+        logprobs = sender.logprobs
+
+        def send(self, client: WeightSyncClient) -> Manifest:
+            late.wait(SOON_S)
+            with pytest.raises(EngineError, match="given up"):
+                client.start_weight_update()
+            refused.set()
+            return {}
+
+    group, (first, _) = group_of()
     with pytest.raises(WeightUpdateError, match=r"the sender took over 0\.5 s"):
-        group.update_weights_sync(Sender(sender, at1=lambda: time.sleep(0.8)), 1)
+        group.update_weights_sync(Late(), 1)
     assert group.weight_version == 0
     assert _served_by(group) == {"0#1@1"}
+    late.set()
+    assert refused.wait(SOON_S) and first.sync_calls == []
     assert _all_run(group)
     group.update_weights_sync(sender, 1)
     assert len(_served_by(group)) == 2
+
+
+def test_death_that_a_request_notices_while_the_trainer_is_busy_is_the_engines(group_of: Any, sender: Any) -> None:
+    def killed() -> None:
+        first.kill()
+        assert _soon(lambda: 0 in group.quarantined)
+
+    group, (first, _) = group_of()
+    group.submit(PROMPT, Sample(max_tokens=1000, ignore_eos=True))
+    assert _soon(lambda: first.in_flight == 1)
+    assert group.update_weights_sync(Sender(sender, at1=killed), 1).version == 1
+    assert group.weight_version == 1
 
 
 def test_learner_lost_half_way_leaves_the_committed_version_serving(group_of: Any, sender: WeightSender) -> None:
@@ -275,6 +302,14 @@ def test_engine_that_does_not_pause_is_out_and_the_group_is_paused(group_of: Any
     assert "did not pause" in group.quarantined[0]
 
 
+def test_engine_that_cannot_pause_for_its_update_holds_up_nobody(group_of: Any, sender: WeightSender) -> None:
+    group, (_, second) = group_of()
+    second.breaks = "pause"
+    assert group.update_weights_sync(sender, 1).version == 1
+    assert group.weight_version == 1 and not asyncio.run(group.is_paused())
+    assert "1#1@0" in _served_by(group)
+
+
 def test_death_of_the_last_engine_is_the_groups_and_a_restart_serves_again(group_of: Any, sender: Any) -> None:
     group, engines = group_of()
     group.update_weights_sync(sender, 4)
@@ -314,6 +349,20 @@ def test_engine_that_does_not_start_again_stays_out_until_a_restart_of_the_group
     first.breaks = ""
     group.restart_sync(sender)
     assert _served_by(group) == {"1#1@0", "1#2@1"}
+
+
+def test_engine_that_fails_under_a_pause_for_the_last_requests_is_left_out_of_it(group_of: Any) -> None:
+    group, (first, _) = group_of()
+    futures = [group.submit(PROMPT, Sample(max_tokens=200, ignore_eos=True)) for _ in range(4)]
+    assert _soon(lambda: first.in_flight == 2)
+    pause = group.start(group._pause("wait", True))
+    assert _soon(lambda: first._paused == "wait")
+    first.kill()
+    pause.result(SOON_S)
+    group.resume_sync()
+    assert {len(future.result(SOON_S).token_ids) for future in futures} == {200}
+    assert "died" in group.quarantined[0]
+    assert group._members[0].failures == 1
 
 
 def test_group_that_cannot_start_any_engine_says_so(group_of: Any, sender: WeightSender) -> None:
