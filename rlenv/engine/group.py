@@ -17,19 +17,10 @@ from typing import Any, TypeVar
 
 from rlenv.engine.base import Engine, PauseMode, UpdateReport, WeightSender
 from rlenv.engine.faces import EngineFaces
-from rlenv.engine.members import (
-    Member,
-    NoSender,
-    NoWeightsYet,
-    Request,
-    WatchedSender,
-    combined,
-    in_group,
-    label_in_group,
-)
-from rlenv.engine.transfer.proof import Ledger
+from rlenv.engine.members import Member, NoSender, NoWeightsYet, Request, WatchedSender, combined, in_group
+from rlenv.engine.verdicts import Verdicts
 from rlenv.errors import ConfigError, EngineDeadError, EngineError, WeightUpdateError
-from rlenv.types import Completion, Sample, version_of
+from rlenv.types import Completion, Sample
 
 T = TypeVar("T")
 MAX_LOSSES = 3  # a request that so many engines failed under is not given to another
@@ -64,13 +55,8 @@ class EngineGroup(EngineFaces):
         self.engines = tuple(engines)
         self.quarantined: dict[int, str] = {}  # number of an engine out of service → why
         self._answer_s, self._update_s = answer_s, update_s
-        self._version = engines[0].weight_version
-        self._members = [Member(engine, number, self._version) for number, engine in enumerate(engines)]
-        self._rolling: int | None = None  # the version of the update under way
+        self._members = [Member(engine, number, engine.weight_version) for number, engine in enumerate(engines)]
         self._updating = asyncio.Lock()
-        self._change = asyncio.Event()
-        self._judging: set[asyncio.Task[None]] = set()
-        self._known: set[str] = set()  # labels in the ledger
         self.start(self._open()).result()
 
     @property
@@ -81,10 +67,10 @@ class EngineGroup(EngineFaces):
     @property
     def weight_version(self) -> int:
         """The version that all serving engines have proven."""
-        return self._version
+        return self._verdicts.version
 
     async def _open(self) -> None:
-        self._ledger = Ledger(self._next_label(self._version))
+        self._verdicts = Verdicts(self.engines[0].weight_version)
 
     # ------------------------------------------------------------------ requests
 
@@ -138,7 +124,7 @@ class EngineGroup(EngineFaces):
         if completion.finish_reason == "abort" and not request.aborted:
             return None  # its engine dropped everything, because an update of it failed
         for label in completion.labels:
-            self._judge(member, label)
+            self._verdicts.meet(member, label)
         return in_group(completion, member.number)
 
     async def _abort(self, request_ids: frozenset[str] | None) -> None:
@@ -186,16 +172,13 @@ class EngineGroup(EngineFaces):
         self, sender: WeightSender, version: int, mode: PauseMode, clear_cache: bool
     ) -> UpdateReport:
         async with self._updating:
-            if version < self._version:
-                raise ConfigError(f"weight version {version} is older than {self._version}, which serves now")
+            if version < self.weight_version:
+                raise ConfigError(f"weight version {version} is older than {self.weight_version}, which serves now")
             in_flight = self.in_flight
             members = self._in("serving") or self._in("ready")
             reports = await self._roll(members, sender, version, mode, clear_cache)
-            label = self._next_label(version)
-            self._ledger.open(label)
-            self._ledger.prove(label)
             await self._catch_up(sender, version)
-            return combined(label, in_flight, reports)
+            return combined(self._verdicts.committed_label(), in_flight, reports)
 
     async def _roll(
         self, members: list[Member], sender: WeightSender, version: int, mode: PauseMode, clear_cache: bool
@@ -204,28 +187,24 @@ class EngineGroup(EngineFaces):
         proven: dict[Member, UpdateReport] = {}
         failed: dict[Member, EngineError] = {}
         failures = {member: member.failures for member in members}
-        self._rolling = version
         try:
-            for member in members:
-                if member.failures > failures[member]:
-                    continue  # it failed while it waited for its turn
-                outcome = await self._update(member, sender, version, mode, clear_cache)
-                if isinstance(outcome, UpdateReport):
-                    proven[member] = outcome
-                else:
-                    failed[member] = outcome
-            proven = {member: report for member, report in proven.items() if member.failures == failures[member]}
-            if not proven:
-                raise _first(list(failed.values()), self.model)
-            self._version = version
+            with self._verdicts.rolling(version):
+                for member in members:
+                    if member.failures > failures[member]:
+                        continue  # it failed while it waited for its turn
+                    outcome = await self._update(member, sender, version, mode, clear_cache)
+                    if isinstance(outcome, UpdateReport):
+                        proven[member] = outcome
+                    else:
+                        failed[member] = outcome
+                proven = {member: report for member, report in proven.items() if member.failures == failures[member]}
+                if not proven:
+                    raise _first(list(failed.values()), self.model)
         except BaseException:
             for member in proven:
                 if member.failures == failures[member]:
                     self._withdraw(member, f"holds version {version}, which was not committed")
             raise
-        finally:
-            self._rolling = None
-            self._announce()
         for member, error in failed.items():
             self._quarantine(member, failures[member], str(error))
         for member in proven:
@@ -262,7 +241,7 @@ class EngineGroup(EngineFaces):
             return error if isinstance(error, EngineError) else EngineError(str(error))
         report = answer.result()
         member.version = version
-        self._judge(member, report.label)
+        self._verdicts.meet(member, report.label)
         return report
 
     async def _catch_up(self, sender: WeightSender, version: int) -> None:
@@ -277,48 +256,8 @@ class EngineGroup(EngineFaces):
             elif member.failures == failures:
                 self._serve(member)
 
-    def _next_label(self, version: int) -> str:
-        """The group's own label for a commit; completions carry those of the engines."""
-        labels = itertools.chain([str(version)], (f"{version}#{attempt}" for attempt in itertools.count(2)))
-        label = next(label for label in labels if label not in self._known)
-        self._known.add(label)
-        return label
-
-    # ------------------------------------------------------------------ proof
-
     async def _proven(self, labels: frozenset[str]) -> None:
-        await self._ledger.wait(labels)
-
-    def _judge(self, member: Member, label: str) -> None:
-        """Ask the engine for its verdict on a label of its own, the first time that the group meets it."""
-        name = label_in_group(label, member.number)
-        if name not in self._known:
-            self._known.add(name)
-            self._ledger.open(name)
-            task = asyncio.create_task(self._verdict(member, label, name))
-            self._judging.add(task)
-            task.add_done_callback(self._judging.discard)
-
-    async def _verdict(self, member: Member, label: str, name: str) -> None:
-        answer = await member.answer(member.engine.proven([label]))
-        error = None if answer is None else answer.exception()
-        version = version_of(label)
-        if isinstance(error, WeightUpdateError):
-            self._ledger.refute(name, error)
-        elif answer is None or error is not None:
-            self._ledger.refute(name, _undelivered(version, f"engine {member.number} ended before it proved {label!r}"))
-        else:
-            while self._version < version == self._rolling:
-                await self._change.wait()
-            if self._version < version:
-                self._ledger.refute(name, _uncommitted(version))
-            else:
-                self._ledger.prove(name)
-
-    def _announce(self) -> None:
-        """Wake the verdicts that wait for a commit."""
-        self._change.set()
-        self._change = asyncio.Event()
+        await self._verdicts.wait(labels)
 
     # ------------------------------------------------------------------ life cycle
 
@@ -359,7 +298,7 @@ class EngineGroup(EngineFaces):
         return False  # the quarantine of the last engine tells
 
     def _died(self, error: EngineDeadError) -> None:
-        self._ledger.lose(error)
+        self._verdicts.lose(error)
 
     async def _start_again(self) -> None:
         for member in [*self._in("serving"), *self._in("ready")]:
@@ -392,8 +331,3 @@ def _first(errors: Sequence[EngineError], model: str) -> EngineError:
 def _undelivered(version: int, how: str) -> WeightUpdateError:
     message = f"weights of version {version} were not delivered: {how}"
     return WeightUpdateError(message, version=version, what="transfer", size=0.0)
-
-
-def _uncommitted(version: int) -> WeightUpdateError:
-    message = f"weights of version {version} were not proven by every engine of the group"
-    return WeightUpdateError(message, version=version, what="commit", size=0.0)

@@ -1,8 +1,4 @@
-"""What a group keeps about each of its engines: its state, its load, what was asked of it, and whose turn an update is.
-
-Two engines may give one label to different weights (the first attempt at version 5 may hold on one and fail on the
-other), so in a group every label names its engine, too.
-"""
+"""What a group keeps about each of its engines: its state, its load, what it was asked, and whose turn an update is."""
 
 from __future__ import annotations
 
