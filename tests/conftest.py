@@ -21,6 +21,7 @@ from rlenv.engine.transfer.sender import ModelSender
 from rlenv.engine.vllm import VLLMEngine
 from rlenv.models import default_model
 from rlenv.render import Renderer
+from rlenv.types import Sample
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -183,6 +184,11 @@ def vllm_group() -> Iterator[EngineGroup]:
     """Two real engines, a core each, started once."""
     engines = [VLLMEngine(default_model(), device="cpu", max_model_len=256, cpu_cores=core) for core in "01"]
     with EngineGroup(engines) as group:
+        case = _shipped_model_on(group)
+        first = [group.submit(case.prompt_ids, Sample(max_tokens=50)) for _ in range(8)]
+        group.update_weights_sync(case.sender, 1)  # the first of everything takes seconds, and an update rolls
+        for future in first:
+            future.result(60)
         yield group
 
 
