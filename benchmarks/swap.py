@@ -1,6 +1,7 @@
 """Swap weights in mid-generation and check every token against a fresh engine that holds the new weights.
 
-    python -m benchmarks.swap --device cpu --engine vllm --out swap.json
+    python -m benchmarks.swap --device cpu --out swap.json
+    python -m benchmarks.swap --engine server               # or group, or ray
 
 The scenario of vLLM's public asynchronous RL example: 13 greedy prompts are in flight; once a request beside them has
 sampled its `--threshold` tokens the engine is paused (keep), other weights are transferred, it resumes, and each
@@ -19,12 +20,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from transformers.utils.logging import disable_progress_bar
 
 from rlenv.agents.hardware import hardware, versions
 from rlenv.engine.base import Engine, UpdateReport
+from rlenv.engine.group import EngineGroup
 from rlenv.engine.server import ServerEngine
 from rlenv.engine.serving import serve
 from rlenv.engine.transfer.sender import ModelSender
@@ -32,6 +34,9 @@ from rlenv.engine.vllm import VLLMEngine
 from rlenv.models import default_model
 from rlenv.render import Renderer
 from rlenv.types import Completion, Sample
+
+if TYPE_CHECKING:
+    from rlenv.engine.ray import RayEngine
 
 QUESTIONS = [f"What is {17 + 5 * i}+{83 - 4 * i}? Put the answer in \\boxed{{}}." for i in range(13)]
 SHAPES = {
@@ -41,13 +46,6 @@ SHAPES = {
         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936,
     },
 }  # fmt: skip
-
-
-class SwapEngine(Engine, Protocol):
-    """An engine that says how a sender reaches it."""
-
-    transport: str
-    dtype: str
 
 
 @dataclass(frozen=True)
@@ -105,22 +103,23 @@ async def run(arguments: argparse.Namespace, old: str, new: str) -> tuple[list[S
     with ENGINES[arguments.engine](arguments, old) as engine:
         prompts = _prompts(engine)
         unswapped = await _generate(engine, prompts, greedy)
-        sender = ModelSender(_load(new, arguments), backend=engine.transport, dtype=engine.dtype)
+        parts: Any = engine.engines if isinstance(engine, EngineGroup) else (engine,)
+        sender = ModelSender(_load(new, arguments), backend=parts[0].transport, dtype=parts[0].dtype)
         requests = [asyncio.create_task(engine.generate(p, greedy, request_id=f"r{i}")) for i, p in enumerate(prompts)]
         await engine.generate(prompts[0], replace(greedy, max_tokens=arguments.threshold))
         await engine.pause("keep")
         report = await engine.update_weights(sender, 1)  # resumes, too
         completions = await asyncio.gather(*requests)
-    with ENGINES[arguments.engine](arguments, new) as engine:
+    with VLLMEngine(new, **_settings(arguments)) as fresh:
         split = [_split(completion) for completion in completions]
         continued = [
-            engine.generate(prompt + list(before), Sample(temperature=0.0, max_tokens=len(after), ignore_eos=True))
+            fresh.generate(prompt + list(before), Sample(temperature=0.0, max_tokens=len(after), ignore_eos=True))
             for prompt, (before, after) in zip(prompts, split, strict=True)
         ]
-        fresh = await asyncio.gather(*continued)
+        continuations = await asyncio.gather(*continued)
     return [
         Swap(tuple(prompt), before, after, whole.token_ids, again.token_ids)
-        for prompt, (before, after), whole, again in zip(prompts, split, unswapped, fresh, strict=True)
+        for prompt, (before, after), whole, again in zip(prompts, split, unswapped, continuations, strict=True)
     ], report
 
 
@@ -136,9 +135,29 @@ def over_http(arguments: argparse.Namespace, model: str) -> Iterator[ServerEngin
         yield engine
 
 
-ENGINES: dict[str, Callable[[argparse.Namespace, str], AbstractContextManager[SwapEngine]]] = {
+@contextmanager
+def in_a_group(arguments: argparse.Namespace, model: str) -> Iterator[EngineGroup]:
+    cores = ("0", "1") if arguments.device == "cpu" else (None, None)
+    with EngineGroup([VLLMEngine(model, cpu_cores=core, **_settings(arguments)) for core in cores]) as engine:
+        yield engine
+
+
+@contextmanager
+def in_an_actor(arguments: argparse.Namespace, model: str) -> Iterator[RayEngine]:
+    import ray
+
+    from rlenv.engine.ray import RayEngine
+
+    ray.init(include_dashboard=False, log_to_driver=False)
+    with RayEngine(model, actor={"num_gpus": int(arguments.device == "cuda")}, **_settings(arguments)) as engine:
+        yield engine
+
+
+ENGINES: dict[str, Callable[[argparse.Namespace, str], AbstractContextManager[Engine]]] = {
     "vllm": in_process,
     "server": over_http,
+    "group": in_a_group,
+    "ray": in_an_actor,
 }
 
 
@@ -211,7 +230,7 @@ def _dtype(arguments: argparse.Namespace) -> Any:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.swap", description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--engine", choices=tuple(ENGINES), default="vllm", help="in process, or behind HTTP")
+    parser.add_argument("--engine", choices=tuple(ENGINES), default="vllm")
     parser.add_argument("--shape", choices=tuple(SHAPES), default=None, help="default: tiny on a CPU, 0.6b on a GPU")
     parser.add_argument("--tokens", type=int, default=200, help="tokens a request")
     parser.add_argument("--threshold", type=int, default=40, help="swap once a request beside them has sampled so many")

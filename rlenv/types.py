@@ -45,8 +45,9 @@ class Sample:
 class VersionSpan:
     """Ids `[start, end)` were sampled under the weights labelled `label`.
 
-    A label is a version (`"5"`) or a later attempt at it (`"5#2"`). `stale_context` marks ids that were
-    sampled by these weights but attend to keys and values which older weights computed.
+    A label is a version (`"5"`) or a later attempt at it (`"5#2"`); a group of engines adds the number of the
+    engine (`"5#2@1"`). `stale_context` marks ids that were sampled by these weights but attend to keys and values
+    which older weights computed.
     """
 
     label: str

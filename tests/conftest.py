@@ -16,13 +16,16 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.faults import FaultyEngine
 from rlenv.engine.base import Engine, Manifest, TensorDigest, WeightSender, WeightSyncClient
+from rlenv.engine.group import EngineGroup
 from rlenv.engine.scripted import Policy, ScriptedEngine
 from rlenv.engine.server import ServerEngine
 from rlenv.engine.serving import Server, serve
+from rlenv.engine.transfer.plugin import SHARED_MEMORY
 from rlenv.engine.transfer.sender import ModelSender
 from rlenv.engine.vllm import VLLMEngine
 from rlenv.models import default_model
 from rlenv.render import Renderer
+from rlenv.types import Sample
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -155,6 +158,18 @@ def scripted_case(scripted: Callable[..., ScriptedEngine], sender: WeightSender)
     return EngineCase(engine, prompt, sender, underway_s=0.05)
 
 
+@pytest.fixture
+def group_case(scripted: Callable[..., ScriptedEngine], sender: WeightSender) -> Iterator[EngineCase]:
+    """Two scripted engines behind one contract."""
+    alphabet = list(range(10, 36))
+    engines = [
+        scripted(lambda prompt_ids, sample: alphabet * 20, delay=0.004, max_model_len=limit) for limit in (256, 512)
+    ]
+    prompt = Renderer(engines[0].tokenizer).start([{"role": "user", "content": "abc"}])
+    with EngineGroup(engines) as group:
+        yield EngineCase(group, prompt, sender, underway_s=0.06)
+
+
 @pytest.fixture(scope="session")
 def vllm_engine() -> Iterator[FaultyEngine]:
     """The real engine on the shipped model, started once; its worker can be made to fail on purpose."""
@@ -164,9 +179,8 @@ def vllm_engine() -> Iterator[FaultyEngine]:
 
 @pytest.fixture
 def vllm_case(vllm_engine: FaultyEngine) -> EngineCase:
-    """The real engine under the contract; the sender sends the shipped weights again."""
-    prompt = Renderer(vllm_engine.tokenizer).start([{"role": "user", "content": "What is 12+34?"}])
-    return EngineCase(vllm_engine, prompt, _sender_of(vllm_engine), underway_s=0.05)
+    """The real engine under the contract."""
+    return _shipped_model_on(vllm_engine)
 
 
 @pytest.fixture(scope="session")
@@ -205,11 +219,50 @@ def server_engine(vllm_server: Server) -> Iterator[FaultyServerEngine]:
 
 @pytest.fixture
 def server_case(server_engine: FaultyServerEngine) -> EngineCase:
-    """The engine behind HTTP under the contract; the sender sends the shipped weights again."""
-    prompt = Renderer(server_engine.tokenizer).start([{"role": "user", "content": "What is 12+34?"}])
-    return EngineCase(server_engine, prompt, _sender_of(server_engine), underway_s=0.15)
+    """The engine behind HTTP under the contract."""
+    return _shipped_model_on(server_engine, underway_s=0.15)
 
 
-def _sender_of(engine: VLLMEngine | ServerEngine) -> ModelSender:
+@pytest.fixture(scope="session")
+def vllm_group() -> Iterator[EngineGroup]:
+    """Two real engines, a core each, started once."""
+    engines = [VLLMEngine(default_model(), device="cpu", max_model_len=256, cpu_cores=core) for core in "01"]
+    with EngineGroup(engines) as group:
+        case = _shipped_model_on(group)
+        first = [group.submit(case.prompt_ids, Sample(max_tokens=50)) for _ in range(8)]
+        group.update_weights_sync(case.sender, 1)  # the first of everything takes seconds, and an update rolls
+        for future in first:
+            future.result(60)
+        yield group
+
+
+@pytest.fixture
+def vllm_group_case(vllm_group: EngineGroup) -> EngineCase:
+    """Two real engines behind one contract."""
+    return _shipped_model_on(vllm_group)
+
+
+@pytest.fixture(scope="session")
+def ray_engine() -> Iterator[Engine]:
+    """The real engine in an actor of a local Ray, both started once."""
+    import ray
+
+    from rlenv.engine.ray import RayEngine
+
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    with RayEngine(default_model(), device="cpu", max_model_len=256, cpu_cores="1") as engine:
+        yield engine
+    ray.shutdown()
+
+
+@pytest.fixture
+def ray_case(ray_engine: Engine) -> EngineCase:
+    """The engine in an actor under the contract."""
+    return _shipped_model_on(ray_engine, underway_s=0.15)  # calls of an actor take a while
+
+
+def _shipped_model_on(engine: Engine, underway_s: float = 0.05) -> EngineCase:
+    """A sender that sends the shipped weights again."""
+    prompt = Renderer(engine.tokenizer).start([{"role": "user", "content": "What is 12+34?"}])
     model = AutoModelForCausalLM.from_pretrained(default_model(), dtype=torch.float32)
-    return ModelSender(model, backend=engine.transport, dtype=engine.dtype)
+    return EngineCase(engine, prompt, ModelSender(model, backend=SHARED_MEMORY), underway_s)

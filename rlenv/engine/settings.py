@@ -45,16 +45,20 @@ def engine_settings(
     batch_invariant: bool = False,
     gpu_memory_utilization: float = 0.4,
     worker_extension: str = EXTENSION,
+    cpu_cores: str | None = None,
+    data_parallel_size: int = 1,
     backend: Backend | None = None,
 ) -> EngineSettings:
     """Fill in what is left out: float32 on a CPU, bfloat16 on a GPU. Raises ConfigError for what cannot work."""
-    folder = _model_folder(model)
+    folder = model_folder(model)
     device = _device(device)
     cpu = device == "cpu"
     if batch_invariant and cpu:
         raise ConfigError("batch_invariant needs a GPU of compute capability 9.0: leave it out on a CPU")
+    if cpu_cores is not None and not cpu:
+        raise ConfigError("cpu_cores binds an engine on a CPU: leave it out on a GPU")
     dtype = dtype or ("float32" if cpu else "bfloat16")
-    context = max_model_len or _context_of(folder)
+    context = max_model_len or context_of(folder)
     arguments: dict[str, Any] = {
         "model": folder,
         "dtype": dtype,
@@ -65,9 +69,13 @@ def engine_settings(
         "worker_extension_cls": worker_extension,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
+        "data_parallel_size": data_parallel_size,
     } | (backend or Backend()).arguments(device, dtype, context)
     if not cpu:
         arguments["gpu_memory_utilization"] = gpu_memory_utilization
+    environment = {"VLLM_BATCH_INVARIANT": "1"} if batch_invariant else {}
+    if cpu_cores is not None:
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = cpu_cores
     return EngineSettings(
         model=folder,
         device=device,
@@ -75,7 +83,7 @@ def engine_settings(
         transport=SHARED_MEMORY if cpu else IPC,
         max_model_len=context,
         arguments=arguments,
-        environment={"VLLM_BATCH_INVARIANT": "1"} if batch_invariant else {},
+        environment=environment,
     )
 
 
@@ -104,7 +112,7 @@ def _option(name: str, value: Any) -> list[str]:
     return [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
 
 
-def _model_folder(model: str | os.PathLike[str]) -> str:
+def model_folder(model: str | os.PathLike[str]) -> str:
     folder = Path(model).expanduser()
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ConfigError(f"{str(model)!r} holds no config.json: name the folder of a saved model")
@@ -125,7 +133,7 @@ def _device(device: str | None) -> str:
     return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _context_of(model: str) -> int:
+def context_of(model: str) -> int:
     from transformers import AutoConfig
 
     return int(AutoConfig.from_pretrained(model).max_position_embeddings)

@@ -32,7 +32,9 @@ class VLLMEngine(EngineFaces):
     """One vLLM engine for the model in folder `model`, shared by every caller in this process.
 
     `dtype`: float32 on a CPU, bfloat16 on a GPU unless said otherwise. `device`: "cpu", "cuda", or what vLLM was
-    built for. `backend` is right as it is: other values are for measurements. Raises ConfigError for settings that
+    built for. `cpu_cores` on a CPU, "0-3" or "1,3": those to compute on, for engines side by side; vLLM takes the first
+    ones by itself. `data_parallel_size` ranks, each a whole copy of the model, share the requests; their cores are
+    written "0|1". `backend` is right as it is: other values are for measurements. Raises ConfigError for settings that
     cannot work, EngineError if vLLM does not start.
     """
 
@@ -49,6 +51,8 @@ class VLLMEngine(EngineFaces):
         seed: int = 0,
         batch_invariant: bool = False,
         gpu_memory_utilization: float = 0.4,
+        cpu_cores: str | None = None,
+        data_parallel_size: int = 1,
         backend: Backend | None = None,
     ) -> None:
         settings = engine_settings(
@@ -61,6 +65,8 @@ class VLLMEngine(EngineFaces):
             batch_invariant=batch_invariant,
             gpu_memory_utilization=gpu_memory_utilization,
             worker_extension=self.worker_extension,
+            cpu_cores=cpu_cores,
+            data_parallel_size=data_parallel_size,
             backend=backend,
         )
         self.device, self.dtype, self.transport = settings.device, settings.dtype, settings.transport
@@ -68,6 +74,7 @@ class VLLMEngine(EngineFaces):
         super().__init__(settings.model, settings.max_model_len)
         self._settings = settings
         self._ids = itertools.count()
+        self._ranks = data_parallel_size
         self._kept = False  # whether a pause holds requests in mid-generation
         self.backend = backend or Backend()
         self.salted, self.proof = self.backend.salted, self.backend.proof
@@ -98,15 +105,15 @@ class VLLMEngine(EngineFaces):
         self._end_ids = end_ids(self.model)
 
     async def _begin(self) -> list[WeightRows]:
-        """Start vLLM's processes and look after them; returns what its worker holds."""
+        """Start vLLM's processes and look after them; returns what the worker of each rank holds."""
         self._starting = VLLMStart(self._settings.arguments, self.transport, self._settings.environment)
         self._processes = await in_thread(self._starting.run)
         self._starting = None
         self._watcher = asyncio.create_task(self._watch(self._processes))
         await self.set_label("0")
         workers = await self.worker_weights()
-        if len(workers) != 1:
-            raise EngineError(f"{len(workers)} workers hold the weights in shards: the proof covers one worker")
+        if len(workers) != self._ranks:
+            raise EngineError(f"{len(workers)} workers hold the weights in shards: the proof covers one worker a rank")
         return workers
 
     @property
@@ -154,11 +161,13 @@ class VLLMEngine(EngineFaces):
         """What keeps prefix-cache blocks of different weights apart."""
         return label if self.salted else "any weights"
 
-    async def _run(self, prompt: tuple[int, ...], parameters: Any, internal: str, label: str) -> Any:
+    async def _run(
+        self, prompt: tuple[int, ...], parameters: Any, internal: str, label: str, rank: int | None = None
+    ) -> Any:
         """The final output of one vLLM request; the label salts the prefix cache, so no older block is met."""
         output = None
         inputs = {"prompt_token_ids": list(prompt), "cache_salt": self.salt(label)}
-        async for latest in self._llm.generate(inputs, parameters, internal):
+        async for latest in self._llm.generate(inputs, parameters, internal, data_parallel_rank=rank):
             output = latest
         assert output is not None and output.finished
         return output
@@ -224,13 +233,21 @@ class VLLMEngine(EngineFaces):
         await self._llm.update_weight_version(label)
 
     async def served_label(self) -> str:
-        return str(await self._llm.get_weight_version())
+        labels = await self._llm.engine_core.call_utility_all_async("get_weight_version")
+        return " and ".join(sorted(set(labels)))  # one, if the ranks agree
 
     async def worker_weights(self) -> list[WeightRows]:
-        rows: list[WeightRows] = await self._llm.collective_rpc("rlenv_weights")
-        return rows
+        # A collective_rpc reaches every rank and returns what the first one answers.
+        ask = self._llm.engine_core.call_utility_all_async
+        ranks: list[list[WeightRows]] = await ask("collective_rpc", "rlenv_weights", None, (), None)
+        return [rows for workers in ranks for rows in workers]
 
     async def canaries(self) -> list[CanaryResult]:
+        """Those of every rank."""
+        of_ranks = await asyncio.gather(*(self._canaries_of(rank) for rank in range(self._ranks)))
+        return [result for results in of_ranks for result in results]
+
+    async def _canaries_of(self, rank: int) -> list[CanaryResult]:
         """Three requests at once, two engine steps: prefill, and one token decoded beside whatever else is in flight.
 
         The first reads what the prefix cache held before, if anything; the second computes its whole prompt; the
@@ -244,7 +261,9 @@ class VLLMEngine(EngineFaces):
         sampling = canary_fields() | {"flat_logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY}
         extras: list[dict[str, Any]] = [{}, {"prompt_logprobs": 0}, {}]
         before, computed, after = await asyncio.gather(*(
-            self._run(prompt, SamplingParams(**sampling, **extra), f"canary-{next(self._ids)}", self._updater.label)
+            self._run(
+                prompt, SamplingParams(**sampling, **extra), f"canary-{next(self._ids)}", self._updater.label, rank
+            )
             for extra in extras
         ))  # fmt: skip
         prefill = [computed.prompt_logprobs[i][prompt[i]].logprob for i in range(1, length)]

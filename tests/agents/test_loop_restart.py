@@ -14,6 +14,7 @@ from rlenv.agents.packing import Batch
 from rlenv.agents.revival import MAX_RESTARTS
 from rlenv.agents.tally import StepRow
 from rlenv.engine.base import Manifest, WeightSyncClient
+from rlenv.engine.group import EngineGroup
 from rlenv.engine.scripted import ScriptedEngine
 from rlenv.errors import EngineDeadError, EngineError
 
@@ -146,3 +147,15 @@ def test_a_restart_that_fails_ends_the_run_with_its_own_error(engine: ScriptedEn
     loop = loop_of(engine, FakeLearner(), on_step=kill_after(engine, 1))
     with pytest.raises(EngineError, match="did not start"):
         asyncio.run(asyncio.wait_for(loop.run(), 10))
+
+
+def test_death_of_one_engine_of_a_group_is_none_of_the_loops_business(scripted: Start) -> None:
+    engines = [scripted(lambda prompt_ids, sample: "abcdef", delay=0.002) for _ in range(2)]
+    with EngineGroup(engines) as group:
+        learner = Killer(engines[1], {6})  # by then the first serves again
+        loop = loop_of(group, learner, on_step=kill_after(engines[0], 1))
+        asyncio.run(asyncio.wait_for(loop.run(), 10))
+        summary = loop.tally.summary()
+        assert (summary["updates"], summary["engine_restarts"], group.weight_version) == (6, 0, 6)
+        assert [batch.rows for batch in learner.batches] == [12] * 6
+        assert summary["failures"] == {}

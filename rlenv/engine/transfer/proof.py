@@ -55,7 +55,9 @@ class Ledger:
         self._verdicts[label] = asyncio.get_running_loop().create_future()
 
     def prove(self, label: str) -> None:
-        self._verdicts[label].set_result(None)
+        verdict = self._verdicts[label]
+        if not verdict.done():  # a death may have come first
+            verdict.set_result(None)
 
     def lose(self, error: EngineDeadError) -> None:
         """The engine died: what is open can never be proven."""

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 ENGINES = [
     "scripted_case",
-    pytest.param("vllm_case", marks=pytest.mark.engine),
-    pytest.param("server_case", marks=pytest.mark.engine),
+    "group_case",
+    *(pytest.param(f"{kind}_case", marks=pytest.mark.engine) for kind in ("vllm", "server", "vllm_group", "ray")),
 ]
 GREEDY = Sample(temperature=0.0, max_tokens=12, ignore_eos=True)
 TOKENS = 200
