@@ -119,15 +119,11 @@ def scripted(char_tokenizer: PreTrainedTokenizerFast) -> Iterator[Callable[..., 
 
 @dataclass(frozen=True)
 class EngineCase:
-    """An engine under the contract suite, a prompt that it may be given, and a sender of its own weights.
-
-    After `underway_s` seconds, requests for 100 tokens have begun and have not ended.
-    """
+    """An engine under the contract suite, a prompt that it may be given, and a sender of its own weights."""
 
     engine: Engine
     prompt_ids: list[int]
     sender: WeightSender
-    underway_s: float
 
 
 class ScriptedSender:
@@ -155,7 +151,7 @@ def scripted_case(scripted: Callable[..., ScriptedEngine], sender: WeightSender)
     alphabet = list(range(10, 36))
     engine = scripted(lambda prompt_ids, sample: alphabet * 20, delay=0.002, max_model_len=256)
     prompt = Renderer(engine.tokenizer).start([{"role": "user", "content": "abc"}])
-    return EngineCase(engine, prompt, sender, underway_s=0.05)
+    return EngineCase(engine, prompt, sender)
 
 
 @pytest.fixture
@@ -167,7 +163,7 @@ def group_case(scripted: Callable[..., ScriptedEngine], sender: WeightSender) ->
     ]
     prompt = Renderer(engines[0].tokenizer).start([{"role": "user", "content": "abc"}])
     with EngineGroup(engines) as group:
-        yield EngineCase(group, prompt, sender, underway_s=0.06)
+        yield EngineCase(group, prompt, sender)
 
 
 @pytest.fixture(scope="session")
@@ -220,7 +216,7 @@ def server_engine(vllm_server: Server) -> Iterator[FaultyServerEngine]:
 @pytest.fixture
 def server_case(server_engine: FaultyServerEngine) -> EngineCase:
     """The engine behind HTTP under the contract."""
-    return _shipped_model_on(server_engine, underway_s=0.15)
+    return _shipped_model_on(server_engine)
 
 
 @pytest.fixture(scope="session")
@@ -258,11 +254,11 @@ def ray_engine() -> Iterator[Engine]:
 @pytest.fixture
 def ray_case(ray_engine: Engine) -> EngineCase:
     """The engine in an actor under the contract."""
-    return _shipped_model_on(ray_engine, underway_s=0.15)  # calls of an actor take a while
+    return _shipped_model_on(ray_engine)  # calls of an actor take a while
 
 
-def _shipped_model_on(engine: Engine, underway_s: float = 0.05) -> EngineCase:
+def _shipped_model_on(engine: Engine) -> EngineCase:
     """A sender that sends the shipped weights again."""
     prompt = Renderer(engine.tokenizer).start([{"role": "user", "content": "What is 12+34?"}])
     model = AutoModelForCausalLM.from_pretrained(default_model(), dtype=torch.float32)
-    return EngineCase(engine, prompt, ModelSender(model, backend=SHARED_MEMORY), underway_s)
+    return EngineCase(engine, prompt, ModelSender(model, backend=SHARED_MEMORY))

@@ -7,12 +7,16 @@ whether the backend arrived.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import threading
 import time
 
+import psutil
+
 PARENT_CHECK_S = 1.0
+_WITHOUT_PLUGIN = "VLLM::DPCoord"  # the one vLLM process that loads no plug-in; it starts before the cores do
 SHARED_MEMORY = "shm"
 IPC = "rlenv_ipc"
 EXTENSION = "rlenv.engine.transfer.worker.ProofExtension"  # what vLLM mixes into its workers
@@ -42,7 +46,19 @@ def _end_with_parent() -> None:
         threading.Thread(target=_watch, args=(parent,), name=name, daemon=True).start()
 
 
-def _watch(parent_pid: int | None) -> None:
+def _watch(parent_pid: int) -> None:
+    siblings = _children_of(parent_pid)
     while os.getppid() == parent_pid:
         time.sleep(PARENT_CHECK_S)
+    for sibling in siblings:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if sibling.name().startswith(_WITHOUT_PLUGIN):
+                sibling.kill()
     os._exit(1)
+
+
+def _children_of(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children()
+    except psutil.NoSuchProcess:
+        return []

@@ -118,7 +118,7 @@ def test_id_can_be_used_again_right_after_its_abort(case: EngineCase) -> None:
 def test_abort_ends_the_named_requests_and_no_other(case: EngineCase) -> None:
     async def scenario() -> list[Completion]:
         futures = [case.engine.submit(case.prompt_ids, LONG, request_id=f"abort-{i}") for i in range(8)]
-        await asyncio.sleep(case.underway_s)
+        await _underway(case)
         await case.engine.abort(["abort-2", "abort-5", "abort-6", "nobody"])
         return [await asyncio.wrap_future(future) for future in futures]
 
@@ -145,7 +145,7 @@ def test_cancelling_the_await_leaves_no_request_behind(case: EngineCase, paused:
         if paused:
             await case.engine.pause("keep")
         waiting = asyncio.create_task(case.engine.generate(case.prompt_ids, LONG))
-        await asyncio.sleep(case.underway_s)
+        await asyncio.sleep(0.05)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
@@ -191,7 +191,7 @@ def test_pausing_twice_is_pausing_once(case: EngineCase, mode: PauseMode) -> Non
 def test_requests_that_are_kept_can_be_aborted_and_not_waited_for(case: EngineCase) -> None:
     async def scenario() -> Completion:
         kept = case.engine.submit(case.prompt_ids, LONG)
-        await asyncio.sleep(case.underway_s)
+        await _underway(case)
         await case.engine.pause("keep")
         with pytest.raises(ConfigError, match="resume first"):
             await case.engine.pause("wait")
@@ -215,7 +215,7 @@ def test_pause_knows_its_three_modes_only(case: EngineCase) -> None:
 def test_pause_keep_loses_no_request_and_no_token(case: EngineCase, clear_cache: bool) -> None:
     async def scenario() -> list[Completion]:
         futures = [case.engine.submit(case.prompt_ids, LONG) for _ in range(8)]
-        await asyncio.sleep(case.underway_s)
+        await _underway(case)
         await case.engine.pause("keep", clear_cache=clear_cache)
         await asyncio.sleep(0.3)
         assert case.engine.in_flight == 8
@@ -230,7 +230,7 @@ def test_pause_keep_loses_no_request_and_no_token(case: EngineCase, clear_cache:
 def test_pause_wait_returns_when_all_in_flight_are_done(case: EngineCase) -> None:
     async def scenario() -> list[Completion]:
         futures = [case.engine.submit(case.prompt_ids, LONG) for _ in range(4)]
-        await asyncio.sleep(case.underway_s)
+        await _underway(case)
         await case.engine.pause("wait")
         late = case.engine.submit(case.prompt_ids, GREEDY)
         completions = [future.result(1) for future in futures]
@@ -245,7 +245,7 @@ def test_pause_wait_returns_when_all_in_flight_are_done(case: EngineCase) -> Non
 def test_pause_abort_gives_partial_results_marked_as_such(case: EngineCase) -> None:
     async def scenario() -> list[Completion]:
         futures = [case.engine.submit(case.prompt_ids, LONG) for _ in range(4)]
-        await asyncio.sleep(case.underway_s)
+        await _underway(case)
         await case.engine.pause("abort")
         assert await case.engine.is_paused()
         completions = [future.result(1) for future in futures]
@@ -262,7 +262,7 @@ def test_update_mid_generation_switches_labels_at_a_token(case: EngineCase) -> N
 
     async def scenario() -> list[Completion]:
         futures = [engine.submit(case.prompt_ids, LONG) for _ in range(8)]
-        await asyncio.sleep(case.underway_s)
+        await _underway(case)
         report = await engine.update_weights(case.sender, version)
         assert (report.version, report.in_flight, report.tensors > 0) == (version, 8, True)
         assert report.stall_s == report.pause_s + report.transfer_s + report.resume_s
@@ -284,7 +284,7 @@ def test_update_without_clearing_the_cache_marks_stale_context(case: EngineCase)
 
     async def scenario() -> tuple[Completion, Completion]:
         under_way = engine.submit(case.prompt_ids, LONG)
-        await asyncio.sleep(case.underway_s)
+        await _underway(case)
         await engine.update_weights(case.sender, version, clear_cache=False)
         under_way_done = await asyncio.wrap_future(under_way)
         await engine.pause("keep", clear_cache=True)
@@ -307,7 +307,7 @@ def test_failed_update_leaves_the_old_weights_serving(case: EngineCase) -> None:
 
     async def scenario() -> Completion:
         waiting = asyncio.create_task(case.engine.generate(case.prompt_ids, LONG))
-        await asyncio.sleep(case.underway_s)
+        await _underway(case)
         with pytest.raises(RuntimeError, match="the wire broke"):
             await case.engine.update_weights(Broken(), version + 1)
         assert not await case.engine.is_paused()
@@ -341,3 +341,8 @@ async def _soon(call: Coroutine[Any, Any, None]) -> None:
     began = time.monotonic()
     await call
     assert time.monotonic() - began < 5
+
+
+async def _underway(case: EngineCase) -> None:
+    """Wait until requests that were submitted before have begun: a short one behind them has ended."""
+    await case.engine.generate(case.prompt_ids, replace(LONG, max_tokens=12))
