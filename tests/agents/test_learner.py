@@ -249,3 +249,16 @@ def test_a_saved_model_is_whole_and_loads_in_transformers(tmp_path: Path) -> Non
     assert AutoTokenizer.from_pretrained(tmp_path / "model").decode([5]) == AutoTokenizer.from_pretrained(
         default_model()
     ).decode([5])
+
+
+def test_the_mismatch_of_a_bf16_learner_stays_where_it_is_over_updates_that_change_nothing() -> None:
+    batch, gaps = rows_of_lengths(6, 10, 8, 9), []
+    behaviour = batch.behaviour.copy()
+    behaviour[batch.live] = learner().score(batch)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    rounded = learner(mixed_precision="bf16", lr=1e-30)
+    for version in range(50):
+        metrics = rounded.step(replace(batch, version=version, behaviour=behaviour, staleness=0 * batch.staleness))
+        gaps.append(metrics.fresh.abs_mean)
+    assert 1e-4 < np.mean(gaps[:10]) < 0.1, "bf16 layers differ from fp32 ones by their numerics"
+    assert np.mean(gaps[-10:]) <= 1.5 * np.mean(gaps[:10])
