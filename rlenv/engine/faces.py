@@ -50,6 +50,11 @@ class EngineFaces:
         """How many requests were submitted and have not come back."""
         return len(self._live)
 
+    @property
+    def ended(self) -> bool:
+        """Whether it was closed, or has died and was not restarted."""
+        return self._closed or self._life.death is not None
+
     def submit(self, prompt_ids: Sequence[int], sample: Sample, *, request_id: str | None = None) -> Future[Completion]:
         """Queue one request; returns at once. Cancelling the future aborts the request.
 

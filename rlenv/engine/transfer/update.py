@@ -36,6 +36,8 @@ class Control(Protocol):
 
     @property
     def in_flight(self) -> int: ...
+    @property
+    def ended(self) -> bool: ...
     async def hold(self, mode: PauseMode, clear_cache: bool) -> None: ...
     async def release(self) -> None: ...
     async def drop_all(self) -> None: ...
@@ -87,9 +89,7 @@ class WeightUpdater:
                 return await self._carry_out(second, sender, refuted=1)
             except WeightUpdateError as error:
                 self.ledger.refute(second.label, error)
-                self.condemned = error
-                await _answered(self._control, self._control.drop_all())
-                await _answered(self._control, self._control.release())
+                await self._serve_no_more(error)
                 raise
 
     def started(self, workers: Sequence[WeightRows]) -> None:
@@ -110,7 +110,27 @@ class WeightUpdater:
         self.ledger.open(label)
         return _Attempt(self._control, self._held, version, label, mode, clear_cache, recover=self._refuted)
 
+    async def _serve_no_more(self, error: WeightUpdateError) -> None:
+        """Wrong weights, or half of them, are loaded: no request is served until an update succeeds."""
+        self.condemned = error
+        if self._control.ended:
+            return
+        await _answered(self._control, self._control.drop_all())
+        await _answered(self._control, self._control.release())
+
     async def _carry_out(self, attempt: _Attempt, sender: WeightSender, refuted: int) -> UpdateReport:
+        """One attempt. One that is cancelled half way leaves an engine that says so, not one that stays paused."""
+        try:
+            return await self._transfer_and_prove(attempt, sender, refuted)
+        except asyncio.CancelledError:
+            cancelled = attempt.failed("the update was cancelled")
+            self.ledger.refute(attempt.label, cancelled)
+            if attempt.touched:
+                self._refuted = True
+                await self._serve_no_more(cancelled)
+            raise
+
+    async def _transfer_and_prove(self, attempt: _Attempt, sender: WeightSender, refuted: int) -> UpdateReport:
         try:
             manifest = await attempt.transfer(sender, on_label=self._serve)
         finally:
@@ -176,7 +196,7 @@ class _Attempt:
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     _paused: bool = False
     _finished: bool = False
-    _expired: bool = False
+    _over: bool = False  # a sender that comes late changes nothing any more
     _asked: Future[Any] | None = None  # what the sender asked last
 
     async def transfer(self, sender: WeightSender, on_label: Any) -> Manifest:
@@ -188,15 +208,15 @@ class _Attempt:
         try:
             manifest = await asyncio.wait_for(in_thread(sender.send, self), TRANSFER_DEADLINE_S)
         except TimeoutError:
-            self._expired = True
-            if self._asked is not None:
-                self._asked.cancel()
             raise self.failed(f"the transfer took over {TRANSFER_DEADLINE_S:.0f} s") from None
         except Exception as error:
             if isinstance(error, WeightUpdateError) or not self.touched:
                 raise  # what went wrong on the trainer's side alone is the trainer's to tell
             raise self.failed(f"{type(error).__name__}: {error}") from error
         finally:
+            self._over = True
+            if self._asked is not None:
+                self._asked.cancel()  # if it is still asked, nobody waits for it any more
             if self._paused and not self.touched:
                 await _answered(self.control, self.control.release())
         if not self._finished:
@@ -246,9 +266,9 @@ class _Attempt:
         self.resume_s = time.perf_counter() - begun
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        if self._expired:
+        if self._over:
             coroutine.close()
-            raise EngineError(f"the update to version {self.version} was given up after its deadline")
+            raise EngineError(f"the update to version {self.version} is over")
         asked = self._asked = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         return asked.result()
 
