@@ -45,7 +45,7 @@ class Probes:
     def __init__(self, engine: VLLMEngine, learner: Learner, seed: int = 0) -> None:
         self.engine, self.learner = engine, learner
         self._random = random.Random(seed)
-        self._length = min(engine.block_size + 16, engine.max_model_len // 2)  # a block and a part
+        self._length = min(engine.block_size + 16, engine.max_model_len - 2 * LENGTH)  # a block and a part
         self._long = min(IN_FLIGHT_LENGTH[engine.device], engine.max_model_len - self._length - 1)
         self._sender = ModelSender(learner.model, backend=engine.transport, dtype=engine.dtype)
 

@@ -61,6 +61,11 @@ THINKING = """
 CORPUS = ["user assistant system abc abc abcabc the answer is 42\n", "Question: what is 12 + 30?\n\nAnswer: 42 ok ok"]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole runs come first: later on, engines that tests share would run beside them."""
+    items.sort(key=lambda item: "test_end_to_end" not in item.nodeid)
+
+
 @pytest.fixture(scope="session")
 def char_tokenizer() -> PreTrainedTokenizerFast:
     """One token a printable character, ChatML, turns that end in <|im_end|> and a newline."""

@@ -56,7 +56,8 @@ def test_update_reaches_both_ranks_and_is_proven_on_both(engine: TwoRanks, model
         futures = [engine.submit(PROMPT, LONG, request_id=f"r{i}") for i in range(8)]
         while min(engine.progress().values(), default=0) < 10:  # noqa: ASYNC110 - a count, no event
             await asyncio.sleep(0.005)
-        assert sorted(engine.requests_of_ranks().values()) == [4, 4]
+        shares = engine.requests_of_ranks().values()
+        assert len(shares) == 2 and min(shares) >= 1 and sum(shares) == 8
         perturb(model, seed=1)
         await engine.pause("keep")
         await asyncio.sleep(0.3)

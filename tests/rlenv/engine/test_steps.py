@@ -16,7 +16,7 @@ REQUESTS, PROMPT_IDS, TOKENS = 64, 200, 32
 
 
 def test_seeded_requests_beyond_one_step_are_all_served_and_repeat_themselves(vllm_engine: VLLMEngine) -> None:
-    assert vllm_engine._arguments["max_num_batched_tokens"] < REQUESTS * PROMPT_IDS
+    assert vllm_engine._settings.arguments["max_num_batched_tokens"] < REQUESTS * PROMPT_IDS
     first = _serve(vllm_engine, range(REQUESTS))
     assert {(len(one.prompt_ids), len(one.token_ids)) for one in first.values()} == {(PROMPT_IDS, TOKENS)}
     assert {one.finish_reason for one in first.values()} == {"length"}
