@@ -101,7 +101,7 @@ def test_coroutines_with_an_environment_each_share_the_engines_batch(vllm_engine
     assert most >= 48
 
 
-LONG = Sample(max_tokens=48, ignore_eos=True)
+LONG = Sample(max_tokens=72, ignore_eos=True)  # long enough for the last to begin before the first has ended
 WORKERS = 64
 
 

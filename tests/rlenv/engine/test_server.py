@@ -17,6 +17,7 @@ from rlenv.types import Sample
 
 PROMPT = [65, 66]
 GENERATE = "/inference/v1/generate"
+pytestmark = pytest.mark.slow  # each test starts a server of its own
 SHORT = Sample(max_tokens=3)
 
 
