@@ -94,9 +94,12 @@ async def audit_parts(engine: VLLMEngine, learner: Learner, config: AuditConfig)
         return learner.score(batch, scoring)
 
     verdict = await diagnose(batch, values, learner.config.scoring, engine.dtype)
+    proof = engine.proof
+    engine.proof = proof and verdict.mismatch.within(engine.dtype)  # no canary would pass over such a gap
     findings = [*_semantic(verdict), *await _paths(probes, engine.dtype, config)]
     learner.model.load_state_dict(before)
     await probes.update("keep", True)
+    engine.proof = proof
     learner.step(batch)
     stale = measure(batch.behaviour[batch.live], learner.score(batch))
     learner.model.load_state_dict(before)

@@ -16,6 +16,7 @@ from rlenv.agents.learner_handle import LearnerHandle
 from rlenv.agents.learner_types import LearnerConfig, Scoring
 from rlenv.engine.backend import Backend
 from rlenv.engine.transfer.plugin import IPC, SHARED_MEMORY
+from rlenv.errors import ConfigError
 from rlenv.models import default_model
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ async def open_parts(
     Raises ConfigError, EngineError or LearnerError when one does not start.
     """
     model, device = config.model or default_model(), _device(config)
+    if device == "cpu" and not config.fp32_head:
+        raise ConfigError("on a CPU everything is in fp32, the output head as well: leave --no-fp32-head out")
     backend = backend or Backend(head=config.head)
     settings = replace(learner_config(config, model, device), scoring=scoring or Scoring(head=config.head))
     learner = LearnerHandle(settings, log=Path(config.run_dir) / "learner.log")

@@ -50,7 +50,7 @@ CASES = (
         ("learner's temperature",),
         {"temperature": 0.6, "scoring": Scoring(temperature=False)},
     ),
-    Case("bf16 head in the engine alone", ("output head",), {"backend": Backend(head="bfloat16")}),
+    Case("bf16 head in the engine alone", ("output head",), {"backend": Backend(head="bfloat16", proof=False)}),
     Case("bf16 head in the learner alone", ("learner's output head",), {"scoring": Scoring(head="bfloat16")}),
     Case(
         "stale prefix cache",
@@ -69,8 +69,9 @@ def audited(engine: VLLMEngine, config: AuditConfig) -> AuditResult:
     learner = learner_of(config, engine)
 
     async def run() -> AuditResult:
+        engine.proof = config.backend.proof
         await Probes(engine, learner).update("keep", True)
-        engine.salted, engine.proof = config.backend.salted, config.backend.proof
+        engine.salted = config.backend.salted
         return await audit_parts(engine, learner, config)
 
     try:

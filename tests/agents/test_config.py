@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from rlenv.agents.config import TrainConfig, check_surroundings
+from rlenv.agents.parts import open_parts
 from rlenv.errors import ConfigError
 from rlenv.models import default_model
 
@@ -82,3 +84,12 @@ def test_the_bound_on_staleness_follows_the_mode() -> None:
 def test_the_dict_of_a_config_holds_every_setting() -> None:
     config = TrainConfig("t")
     assert config.to_dict() == dataclasses.asdict(config)
+
+
+def test_bf16_heads_are_refused_where_everything_is_in_fp32() -> None:
+    async def start() -> None:
+        async with open_parts(TrainConfig("math-v0", device="cpu", fp32_head=False)):
+            raise AssertionError("it started")
+
+    with pytest.raises(ConfigError, match="leave --no-fp32-head out"):
+        asyncio.run(start())
