@@ -71,24 +71,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     refused = refusal(usual)
     print(f"the naive backend is refused: {refused}")
+    settings = {key: value for key, value in vars(arguments).items() if key not in ("out", "plot")}
+    result: dict[str, Any] = {
+        "settings": settings,
+        "hardware": hardware("cpu"),
+        "versions": versions(),
+        "refused": refused,
+    }
     rows: list[dict[str, Any]] = []
     for seed in arguments.seeds:
         for stage in STAGES:
             rows.append(train(stage, replace(usual, seed=seed, **stage.settings)))
             print(line(rows[-1]), flush=True)
-    settings = {key: value for key, value in vars(arguments).items() if key not in ("out", "plot")}
-    result = {
-        "settings": settings,
-        "refused": refused,
-        "rows": rows,
-        **verdict(rows),
-        "hardware": hardware("cpu"),
-        "versions": versions(),
-    }
-    if arguments.out:
-        Path(arguments.out).write_text(json.dumps(result, indent=2) + "\n")
-    if arguments.plot:
-        plot(rows, arguments.plot)
+        # half an hour of training is not to be lost: what is there after each seed is written
+        result |= {**verdict(rows), "rows": rows}
+        if arguments.out:
+            Path(arguments.out).write_text(json.dumps(result, indent=2) + "\n")
+        if arguments.plot:
+            plot(rows, arguments.plot)
     print(f"{'PASS' if result['passed'] else 'FAIL'}: gap to the reference {result['gap_to_reference']}")
     return 0 if result["passed"] else 1
 

@@ -128,7 +128,7 @@ def test_a_sender_that_hangs_is_given_up_and_the_old_weights_serve_on(
     with pytest.raises(WeightUpdateError, match="took over 1 s"):
         vllm_engine.update_weights_sync(Hanging(), version + 1)
     released.set()
-    with pytest.raises(EngineError, match="given up after its deadline"):
+    with pytest.raises(EngineError, match="is over"):
         late.result(5)
     assert flying.result(30).finish_reason == "length"
     assert not asyncio.run(vllm_engine.is_paused())
