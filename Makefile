@@ -15,7 +15,7 @@ test: $(FILLED)
 	$(BIN)/python -m pytest
 
 test-fast: $(FILLED)
-	$(BIN)/python -m pytest -m "not engine and not slow"
+	$(BIN)/python -m pytest -n 2 -m "not engine and not slow"
 
 lint: $(FILLED)
 	$(BIN)/ruff check .

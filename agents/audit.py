@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -172,7 +173,7 @@ def _restarts(config: AuditConfig, model: str, learner: Learner) -> list[Finding
 
 
 async def _sampled(engine: VLLMEngine, config: AuditConfig) -> Batch:
-    """Rollouts of the task, packed, until there are enough ids."""
+    """Rollouts of the task, packed, until there are enough ids; a slow engine is not asked for many more."""
     groups: list[Group] = []
     agent = Sampler(
         Sample(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, max_tokens=config.max_tokens)
@@ -184,14 +185,18 @@ async def _sampled(engine: VLLMEngine, config: AuditConfig) -> Batch:
         assert isinstance(env, EngineBoundEnv)
         return env
 
+    sampled, of_a_group = 0, GROUP_SIZE * config.max_tokens
     with contextlib.closing(EnvPool(make)) as pool:
-        while sum(sum(row.loss_mask) for group in groups for row in group.trajectories) < config.tokens:
-            ids = range(len(groups), len(groups) + GROUPS_AT_ONCE)
+        while sampled < config.tokens:
+            count = min(GROUPS_AT_ONCE, math.ceil((config.tokens - sampled) / of_a_group))
+            ids = range(len(groups), len(groups) + count)
             groups += await asyncio.gather(
                 *(rollout_group(pool, agent, id=id, seed=config.seed + id, group_size=GROUP_SIZE) for id in ids)
             )
             if not any(group.trajectories for group in groups):
                 raise GroupError(f"every rollout of {config.task} failed: {groups[0].failures[0].message}")
+            sampled = sum(sum(row.loss_mask) for group in groups for row in group.trajectories)
+            of_a_group = max(1, sampled // len(groups))
     return pack(score(groups), version=engine.weight_version)
 
 

@@ -68,6 +68,9 @@ class TrainConfig:
     """Keep every training rollout, with its exact ids, in parquet files in the run folder; see `rlenv replay`."""
     device: Device = "auto"
     """Where engine and learner compute."""
+    learner_gpu: int | None = None
+    """Which GPU the learner has for itself, 1 for the second; the engine has the first, and weights go by NCCL. Left
+    out, both share one."""
     eval_problems: int = 512
     """Held-out problems evaluated before and after, once at temperature 1 and once greedily; 0 leaves that out."""
     eval_every: int = 0
@@ -94,6 +97,8 @@ class TrainConfig:
         _one_of("constant_groups", self.constant_groups, ConstantGroups)
         _one_of("on_collapse", self.on_collapse, OnCollapse)
         _at_least("staleness", self.staleness, 0)
+        if self.learner_gpu is not None:
+            _at_least("learner_gpu", self.learner_gpu, 1)
         _positive("lr", self.lr)
         _positive("temperature", self.temperature)
         if self.max_tokens is not None:
@@ -124,6 +129,8 @@ def check_surroundings(config: TrainConfig) -> None:
         _check_model(config.model)
     if config.device == "cuda":
         _check_cuda()
+    if config.learner_gpu is not None:
+        _check_gpu(config.learner_gpu, config.device)
     _check_run_dir(Path(config.run_dir))
 
 
@@ -153,6 +160,15 @@ def _check_cuda() -> None:
 
     if not torch.cuda.is_available():
         raise ConfigError("device cuda needs an NVIDIA GPU, and none is visible here: type --device cpu")
+
+
+def _check_gpu(number: int, device: Device) -> None:
+    import torch
+
+    count = 0 if device == "cpu" else torch.cuda.device_count()
+    if number >= count:
+        have = f"{count} GPUs are to be used" if count != 1 else "one GPU is to be used"
+        raise ConfigError(f"there is no GPU {number} for the learner, as {have}: leave --learner-gpu out to share one")
 
 
 def _check_run_dir(folder: Path) -> None:

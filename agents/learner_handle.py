@@ -105,7 +105,7 @@ class LearnerHandle:
 
         An error that `client` raises comes out of here as it is.
         """
-        return self._call("send", client=client)
+        return self._call("send", client.peer, client=client)
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs [n - 1] of ids 1..n-1 of each sequence, fp32, at temperature 1, under the weights last sent.
@@ -189,10 +189,16 @@ def _relay(
 
 
 def _environment(config: LearnerConfig) -> dict[str, str]:
-    """This process's variables, less those of a launcher, which would make the learner wait for other ranks."""
+    """This process's variables, less those of a launcher, which would make the learner wait for other ranks.
+
+    A learner with a GPU of its own sees no other, so that whatever it runs computes there.
+    """
     kept = {
         name: value
         for name, value in os.environ.items()
         if name not in LAUNCHER_VARIABLES and not name.startswith(LAUNCHER_PREFIXES)
     }
+    if config.gpu is not None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        kept["CUDA_VISIBLE_DEVICES"] = visible.split(",")[config.gpu] if visible else str(config.gpu)
     return kept | {"OMP_NUM_THREADS": str(config.threads)}

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlenv.agents.learner_types import LearnerConfig, Scoring, StepMetrics
 from rlenv.agents.packing import Batch, FloatArray
-from rlenv.engine.base import Manifest
+from rlenv.engine.base import Manifest, Peer
 from rlenv.errors import ConfigError, LearnerError
 
 if TYPE_CHECKING:
@@ -68,7 +68,8 @@ class Server:
     def save(self, folder: str) -> None:
         self._learner.save(Path(folder))
 
-    def send(self) -> Manifest:
+    def send(self, peer: Peer) -> Manifest:
+        self._client.peer = peer
         manifest = self._sender.send(self._client)
         self._sent_version = self._learner.version
         return manifest
@@ -85,6 +86,8 @@ class Server:
 
 class RemoteClient:
     """The engine's weight-sync client, called in the host's process. A transport may call it from a thread."""
+
+    peer: Peer
 
     def __init__(self, connection: Connection[Any, Any]) -> None:
         self._connection, self._lock = connection, threading.Lock()

@@ -49,12 +49,14 @@ class LearnerConfig:
     `model` is a folder or an id that transformers loads. `lr` rises linearly over the first `warmup_steps`
     optimizer steps, then stays. One update makes `minibatches` optimizer steps, each on its own share of
     the rows. `micro_batch_tokens` bounds the padded ids in one forward. `threads` are torch's, on a CPU.
+    `gpu` is the number of the GPU it has for itself; None leaves it on the first, with whatever else computes there.
     `engine_ops`, on a GPU, computes log-probs by the kernels of a batch-invariant bf16 engine (`rlenv.agents.exact`).
     `sender` ("module:class") moves the weights to the engine by `transfer_backend`, in `transfer_dtype`.
     """
 
     model: str
     device: Literal["cpu", "cuda"] = "cpu"
+    gpu: int | None = None
     mixed_precision: Literal["no", "bf16"] = "no"
     scoring: Scoring = field(default_factory=Scoring)
     engine_ops: bool = False

@@ -15,11 +15,12 @@ from rlenv.agents.config import TrainConfig
 from rlenv.agents.learner_handle import LearnerHandle
 from rlenv.agents.learner_types import LearnerConfig, Scoring
 from rlenv.engine.backend import Backend
-from rlenv.engine.transfer.plugin import IPC, SHARED_MEMORY
+from rlenv.engine.transfer.plugin import IPC, NCCL, SHARED_MEMORY
 from rlenv.errors import ConfigError
 from rlenv.models import default_model
 
 if TYPE_CHECKING:
+    from rlenv.engine.settings import GPUTransport
     from rlenv.engine.vllm import VLLMEngine
 
 
@@ -40,7 +41,7 @@ async def open_parts(
     try:
         async with asyncio.TaskGroup() as starts:
             starting = starts.create_task(
-                _start_engine(model, device, config.seed, backend or Backend(head=config.head))
+                _start_engine(model, device, config.seed, _transport(config, device), backend)
             )
             starts.create_task(learner.ready())
     except BaseException:
@@ -55,17 +56,26 @@ async def open_parts(
 
 
 def learner_config(config: TrainConfig, model: str, device: Literal["cpu", "cuda"]) -> LearnerConfig:
-    """The learner's part of a run's settings: fp32 and shared memory on CPUs, bf16 and CUDA IPC on a GPU."""
+    """The learner's part of a run's settings: fp32 on CPUs, bf16 on GPUs, and the way that weights take there."""
     cpu = device == "cpu"
+    on_gpus = NCCL if _transport(config, device) == "nccl" else IPC
     return LearnerConfig(
         model=model,
         device=device,
+        gpu=config.learner_gpu,
         mixed_precision="no" if cpu else "bf16",
         lr=config.lr,
         seed=config.seed,
-        transfer_backend=SHARED_MEMORY if cpu else IPC,
+        transfer_backend=SHARED_MEMORY if cpu else on_gpus,
         transfer_dtype="float32" if cpu else "bfloat16",
     )
+
+
+def _transport(config: TrainConfig, device: str) -> GPUTransport | None:
+    """How weights reach an engine on a GPU: on one GPU by handles of its memory, from another by NCCL."""
+    if device == "cpu":
+        return None
+    return "ipc" if config.learner_gpu is None else "nccl"
 
 
 def _device(config: TrainConfig) -> Literal["cpu", "cuda"]:
@@ -76,7 +86,9 @@ def _device(config: TrainConfig) -> Literal["cpu", "cuda"]:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-async def _start_engine(model: str, device: str, seed: int, backend: Backend) -> VLLMEngine:
+async def _start_engine(
+    model: str, device: str, seed: int, transport: GPUTransport | None, backend: Backend
+) -> VLLMEngine:
     """Start an engine off the event loop. If nobody waits for it any more, it is closed as soon as it is there."""
     started: Future[VLLMEngine] = Future()
 
@@ -84,7 +96,7 @@ async def _start_engine(model: str, device: str, seed: int, backend: Backend) ->
         from rlenv.engine.vllm import VLLMEngine
 
         try:
-            engine = VLLMEngine(model, device=device, seed=seed, backend=backend)
+            engine = VLLMEngine(model, device=device, seed=seed, transport=transport, backend=backend)
         except BaseException as error:
             started.set_exception(error)
             return

@@ -151,7 +151,7 @@ class _BreakingClient:
     """A connection that breaks before one of the calls; `skip …` leaves the call out instead."""
 
     def __init__(self, client: WeightSyncClient, at: str) -> None:
-        self._client, self._at = client, at
+        self._client, self._at, self.peer = client, at, client.peer
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._client.init_weight_transfer_engine(init_info)

@@ -2,6 +2,7 @@
 
     python -m benchmarks.swap --device cpu --out swap.json
     python -m benchmarks.swap --engine server               # or group, or ray
+    python -m benchmarks.swap --device cuda --transport nccl   # two GPUs: the learner's is the second
 
 The scenario of vLLM's public asynchronous RL example: 13 greedy prompts are in flight; once a request beside them has
 sampled its `--threshold` tokens the engine is paused (keep), other weights are transferred, it resumes, and each
@@ -27,6 +28,7 @@ from transformers.utils.logging import disable_progress_bar
 from rlenv.agents.hardware import hardware, versions
 from rlenv.engine.base import Engine, UpdateReport
 from rlenv.engine.group import EngineGroup
+from rlenv.engine.platforms import batch_invariance_on
 from rlenv.engine.server import ServerEngine
 from rlenv.engine.serving import serve
 from rlenv.engine.transfer.sender import ModelSender
@@ -87,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         verdict = "equal" if swap.exact else "DIFFERENT"
         tokens = f"… {list(swap.old_ids[-4:])} | {list(swap.new_ids[:4])} …"
         print(f"{len(swap.old_ids):4d} old + {len(swap.new_ids):4d} new tokens, {verdict}: {tokens}")
-    passed = result["exact"] == result["total"] == len(QUESTIONS) and result["differ"] > 0
+    passed = result["exact"] >= result["bar"] * result["total"] and result["differ"] > 0
     phases = ("pause_s", "transfer_s", "resume_s", "prove_s")
     times = " · ".join(f"{phase} {getattr(report, phase):.3f}" for phase in phases)
     print(
@@ -103,6 +105,8 @@ async def run(arguments: argparse.Namespace, old: str, new: str) -> tuple[list[S
     with ENGINES[arguments.engine](arguments, old) as engine:
         prompts = _prompts(engine)
         unswapped = await _generate(engine, prompts, greedy)
+        if arguments.transport == "nccl":
+            _pin_nccl()
         parts: Any = engine.engines if isinstance(engine, EngineGroup) else (engine,)
         sender = ModelSender(_load(new, arguments), backend=parts[0].transport, dtype=parts[0].dtype)
         requests = [asyncio.create_task(engine.generate(p, greedy, request_id=f"r{i}")) for i, p in enumerate(prompts)]
@@ -183,6 +187,7 @@ def summarise(arguments: argparse.Namespace, swaps: Sequence[Swap], report: Upda
     return {
         "exact": sum(swap.exact for swap in swaps),
         "total": len(swaps),
+        "bar": 1.0 if arguments.device == "cpu" else batch_invariance_on(arguments.device).bar,
         "differ": sum(swap.differs for swap in swaps),
         "old_tokens": [len(swap.old_ids) for swap in swaps],
         "new_tokens": [len(swap.new_ids) for swap in swaps],
@@ -196,7 +201,8 @@ def summarise(arguments: argparse.Namespace, swaps: Sequence[Swap], report: Upda
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {"device": arguments.device, "max_model_len": 1024, "batch_invariant": arguments.device == "cuda"}
+    gpu = {"batch_invariant": True, "transport": arguments.transport} if arguments.device == "cuda" else {}
+    return {"device": arguments.device, "max_model_len": 1024, **gpu}
 
 
 async def _generate(engine: Engine, prompts: Sequence[Sequence[int]], sample: Sample) -> list[Completion]:
@@ -215,10 +221,18 @@ def _split(completion: Completion) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return completion.token_ids[:border], completion.token_ids[border:]
 
 
+def _pin_nccl() -> None:
+    """As a batch-invariant engine does, and after it has: it would take our pins for what it was started with."""
+    from vllm.model_executor.determinism.batch_invariant import override_envs_for_invariance
+
+    override_envs_for_invariance()
+
+
 def _load(folder: str, arguments: argparse.Namespace) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=_dtype(arguments)).to(arguments.device)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=_dtype(arguments))
+    return model.to("cuda:1" if arguments.transport == "nccl" else arguments.device)
 
 
 def _dtype(arguments: argparse.Namespace) -> Any:
@@ -231,6 +245,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.swap", description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--engine", choices=tuple(ENGINES), default="vllm")
+    parser.add_argument("--transport", choices=("ipc", "nccl"), default=None, help="on GPUs; default: ipc")
     parser.add_argument("--shape", choices=tuple(SHAPES), default=None, help="default: tiny on a CPU, 0.6b on a GPU")
     parser.add_argument("--tokens", type=int, default=200, help="tokens a request")
     parser.add_argument("--threshold", type=int, default=40, help="swap once a request beside them has sampled so many")

@@ -29,9 +29,20 @@ class TensorDigest:
 Manifest = dict[str, TensorDigest]  # parameter name, as in the checkpoint → its digest
 
 
-class WeightSyncClient(Protocol):
-    """What a weight sender may ask of the engine: vLLM's `VLLMWeightSyncClient`, structurally."""
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The engine at the other end of a transfer: which one, since its how-manieth start, and its workers' number."""
 
+    engine: str
+    life: int
+    workers: int
+
+
+class WeightSyncClient(Protocol):
+    """What a weight sender may ask of the engine: vLLM's `VLLMWeightSyncClient`, structurally, and who is asked."""
+
+    @property
+    def peer(self) -> Peer: ...
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
     def start_weight_update(self) -> None: ...
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None: ...

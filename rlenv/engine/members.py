@@ -119,6 +119,7 @@ class WatchedSender:
 class _WatchedClient:
     def __init__(self, client: WeightSyncClient, sender: WatchedSender) -> None:
         self._client, self._sender = client, sender
+        self.peer = client.peer
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._ask(self._client.init_weight_transfer_engine, init_info)

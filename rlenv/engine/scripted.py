@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlenv.engine.base import Manifest, PauseMode, UpdateReport, WeightSender
+from rlenv.engine.base import Manifest, PauseMode, Peer, UpdateReport, WeightSender
 from rlenv.engine.faces import EngineFaces
 from rlenv.errors import ConfigError, EngineDeadError, WeightUpdateError
 from rlenv.render import Renderer
@@ -285,6 +285,8 @@ class _Request:
 
 class _Recorder:
     """A weight-sync client that writes down what the sender asks."""
+
+    peer = Peer("scripted", 1, 1)
 
     def __init__(self, calls: list[tuple[str, Any]]) -> None:
         self._calls = calls

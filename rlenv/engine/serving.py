@@ -24,7 +24,7 @@ import psutil
 import tyro
 
 from rlenv.engine.process import SHUTDOWN_S, check_plugin, server_environment
-from rlenv.engine.settings import EngineSettings, engine_settings
+from rlenv.engine.settings import EngineSettings, GPUTransport, engine_settings
 from rlenv.engine.transfer.plugin import PARENT
 from rlenv.errors import ConfigError, EngineDeadError, EngineError
 
@@ -164,6 +164,7 @@ def serve_until_ended(
     max_model_len: int | None = None,
     max_num_seqs: int = 256,
     gpu_memory_utilization: float = 0.4,
+    transport: GPUTransport | None = None,
     log: Path | None = None,
 ) -> None:
     """Serve a model over HTTP on this machine, for `ServerEngine`, until Ctrl-C.
@@ -178,6 +179,7 @@ def serve_until_ended(
         max_model_len: Length of the context; left out, the model's.
         max_num_seqs: Requests that run at once.
         gpu_memory_utilization: The server's share of a GPU's memory; the learner needs the rest.
+        transport: How weights reach a GPU: ipc from a learner on the same one, nccl from another; left out, ipc.
         log: File for the server's output.
     """
     settings = {
@@ -186,6 +188,7 @@ def serve_until_ended(
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
         "gpu_memory_utilization": gpu_memory_utilization,
+        "transport": transport,
     }
     with serve(model, host=host, port=port, token=token, log=log, **settings) as server:
         print(f"{server.model} is served at {server.url}", flush=True)

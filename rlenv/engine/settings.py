@@ -8,12 +8,16 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlenv.engine.backend import Backend
-from rlenv.engine.transfer.plugin import EXTENSION, IPC, SHARED_MEMORY
+from rlenv.engine.platforms import Rules, batch_invariance_on
+from rlenv.engine.transfer.plugin import EXTENSION, IPC, NCCL, SHARED_MEMORY
 from rlenv.errors import ConfigError
 from rlenv.render import Renderer
+
+GPUTransport = Literal["ipc", "nccl"]
+_ON_GPUS: dict[str, str] = {"ipc": IPC, "nccl": NCCL}  # by the names under which vLLM's workers know them
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +51,18 @@ def engine_settings(
     worker_extension: str = EXTENSION,
     cpu_cores: str | None = None,
     data_parallel_size: int = 1,
+    transport: GPUTransport | None = None,
     backend: Backend | None = None,
 ) -> EngineSettings:
     """Fill in what is left out: float32 on a CPU, bfloat16 on a GPU. Raises ConfigError for what cannot work."""
     folder = model_folder(model)
     device = _device(device)
     cpu = device == "cpu"
-    if batch_invariant and cpu:
-        raise ConfigError("batch_invariant needs a GPU of compute capability 9.0: leave it out on a CPU")
     if cpu_cores is not None and not cpu:
         raise ConfigError("cpu_cores binds an engine on a CPU: leave it out on a GPU")
+    if transport is not None and cpu:
+        raise ConfigError(f"weights reach an engine on a CPU by shared memory: leave transport={transport!r} out")
+    rules = batch_invariance_on(device) if batch_invariant else Rules()
     dtype = dtype or ("float32" if cpu else "bfloat16")
     context = max_model_len or context_of(folder)
     arguments: dict[str, Any] = {
@@ -65,22 +71,24 @@ def engine_settings(
         "max_model_len": context,
         "max_num_seqs": max_num_seqs,
         "seed": seed,
-        "enforce_eager": cpu or batch_invariant,  # compiled layers are not batch-invariant
+        "enforce_eager": cpu,
         "worker_extension_cls": worker_extension,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "data_parallel_size": data_parallel_size,
-    } | (backend or Backend()).arguments(device, dtype, context)
+        **(backend or Backend()).arguments(device, dtype, context),
+        **rules.arguments,
+    }
     if not cpu:
         arguments["gpu_memory_utilization"] = gpu_memory_utilization
-    environment = {"VLLM_BATCH_INVARIANT": "1"} if batch_invariant else {}
+    environment = dict(rules.environment)
     if cpu_cores is not None:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = cpu_cores
     return EngineSettings(
         model=folder,
         device=device,
         dtype=dtype,
-        transport=SHARED_MEMORY if cpu else IPC,
+        transport=SHARED_MEMORY if cpu else _ON_GPUS[transport or "ipc"],
         max_model_len=context,
         arguments=arguments,
         environment=environment,

@@ -31,6 +31,7 @@ from rlenv.models import default_model
         ({"eval_problems": -1}, "--eval-problems 0"),
         ({"mode": "asynch"}, "sync, one-step-off, async"),
         ({"device": "tpu"}, "auto, cpu, cuda"),
+        ({"learner_gpu": 0}, "--learner-gpu 1"),
     ],
 )
 def test_a_setting_that_cannot_work_says_what_to_type(settings: dict[str, Any], advice: str) -> None:

@@ -19,6 +19,7 @@ from rlenv.agents.advantages import score
 from rlenv.agents.learner_handle import LearnerHandle
 from rlenv.agents.learner_types import LearnerConfig, StepMetrics
 from rlenv.agents.packing import Batch, pack
+from rlenv.engine.base import Peer
 from rlenv.errors import ConfigError, LearnerError
 
 HERE = Path(__file__).parent
@@ -27,6 +28,8 @@ WANTED = 11
 
 class RecordingClient:
     """The engine's end: keeps what it was given."""
+
+    peer = Peer("an engine", 1, 2)
 
     def __init__(self, refuse: str = "") -> None:
         self.calls: list[str] = []

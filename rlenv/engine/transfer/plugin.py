@@ -19,11 +19,13 @@ PARENT_CHECK_S = 1.0
 _WITHOUT_PLUGIN = "VLLM::DPCoord"  # the one vLLM process that loads no plug-in; it starts before the cores do
 SHARED_MEMORY = "shm"
 IPC = "rlenv_ipc"
+NCCL = "rlenv_nccl"
 EXTENSION = "rlenv.engine.transfer.worker.ProofExtension"  # what vLLM mixes into its workers
 PARENT = "RLENV_SERVER_PARENT"  # in a server's environment: the process with which it ends
 _BACKENDS = {
     SHARED_MEMORY: ("rlenv.engine.transfer.shm", "SharedMemoryWeightTransferEngine"),
     IPC: ("rlenv.engine.transfer.ipc", "PlainIPCWeightTransferEngine"),
+    NCCL: ("rlenv.engine.transfer.nccl", "MeetingNCCLWeightTransferEngine"),
 }
 
 

@@ -10,13 +10,14 @@ Nothing but the transfer itself lies between pause and resume. What was sampled 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from rlenv.engine.base import Manifest, PauseMode, UpdateReport, WeightSender
+from rlenv.engine.base import Manifest, PauseMode, Peer, UpdateReport, WeightSender
 from rlenv.engine.threads import in_thread
 from rlenv.engine.transfer.proof import CanaryResult, Ledger, Mismatch, WeightRows, check_canaries, check_fingerprints
 from rlenv.errors import ConfigError, EngineDeadError, EngineError, WeightUpdateError
@@ -55,6 +56,7 @@ class WeightUpdater:
     def __init__(self, control: Control) -> None:
         self._control = control
         self._held: WeightRows = {}
+        self._peer = Peer(secrets.token_hex(8), 0, 0)
         self._lock = asyncio.Lock()
         self.label = "0"
         self.version = 0
@@ -94,13 +96,17 @@ class WeightUpdater:
 
     def started(self, workers: Sequence[WeightRows]) -> None:
         """The engine has started, with the weights of its model folder."""
-        self._held = workers[0]
+        self._met(workers)
 
     def restarted(self, workers: Sequence[WeightRows]) -> None:
         """A new engine holds other weights than `version`, so it serves nothing until an update succeeds."""
-        self._held = workers[0]
+        self._met(workers)
         self._refuted = False
         self.condemned = EngineDeadError(f"the engine was restarted and weights {self.version} are not back yet")
+
+    def _met(self, workers: Sequence[WeightRows]) -> None:
+        self._held = workers[0]
+        self._peer = Peer(self._peer.engine, self._peer.life + 1, len(workers))
 
     def _attempt(self, version: int, mode: PauseMode, clear_cache: bool) -> _Attempt:
         """An attempt with a label that no other has: vLLM merges the spans of one label."""
@@ -108,7 +114,7 @@ class WeightUpdater:
         label = str(version) if number == 1 else f"{version}#{number}"
         self.cleared[label] = clear_cache
         self.ledger.open(label)
-        return _Attempt(self._control, self._held, version, label, mode, clear_cache, recover=self._refuted)
+        return _Attempt(self._control, self._peer, self._held, version, label, mode, clear_cache, recover=self._refuted)
 
     async def _serve_no_more(self, error: WeightUpdateError) -> None:
         """Wrong weights, or half of them, are loaded: no request is served until an update succeeds."""
@@ -182,6 +188,7 @@ class _Attempt:
     """The client that a sender drives, for one attempt: it pauses, checks, forwards, labels and resumes."""
 
     control: Control
+    peer: Peer
     held: WeightRows
     version: int
     label: str

@@ -27,9 +27,10 @@ from rlenv.agents.tally import StepRow
 from rlenv.engine.base import Manifest, WeightSyncClient
 from rlenv.engine.process import VLLMProcesses
 from rlenv.engine.transfer import update
+from rlenv.engine.transfer.plugin import NCCL
 from rlenv.engine.transfer.sender import ModelSender
 from rlenv.engine.vllm import VLLMEngine
-from rlenv.errors import EngineDeadError, EngineError, WeightUpdateError
+from rlenv.errors import ConfigError, EngineDeadError, EngineError, WeightUpdateError
 from rlenv.models import default_model
 from rlenv.rollout import EnvPool, rollout_group
 from rlenv.types import Group, Sample
@@ -64,6 +65,7 @@ class _Hooked:
 
     def __init__(self, client: WeightSyncClient, hook: Any) -> None:
         self._client, self._hook = client, hook
+        self.peer = client.peer
         self.init_weight_transfer_engine = client.init_weight_transfer_engine
         self.start_weight_update = client.start_weight_update
         self.finish_weight_update = client.finish_weight_update
@@ -134,6 +136,16 @@ def test_a_sender_that_hangs_is_given_up_and_the_old_weights_serve_on(
     assert not asyncio.run(vllm_engine.is_paused())
     completion = vllm_engine.generate_sync(PROMPT, GREEDY)
     assert (completion.token_ids, vllm_engine.weight_version) == (greedy, version)
+
+
+def test_a_transfer_that_cannot_work_here_is_refused_while_the_engine_goes_on(
+    vllm_engine: FaultyEngine, learner: Learner
+) -> None:
+    version, flying = vllm_engine.weight_version, vllm_engine.submit(PROMPT, LONG)
+    with pytest.raises(ConfigError, match="NCCL cannot be used"):
+        vllm_engine.update_weights_sync(ModelSender(learner.model, backend=NCCL), version + 1)
+    assert (vllm_engine.weight_version, asyncio.run(vllm_engine.is_paused())) == (version, False)
+    assert flying.result(30).finish_reason == "length"
 
 
 class Trainee(FakeLearner):

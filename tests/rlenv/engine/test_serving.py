@@ -187,6 +187,7 @@ class _Killing:
 
 class _KillingClient:
     def __init__(self, client: WeightSyncClient, command: subprocess.Popen[str]) -> None:
+        self.peer = client.peer
         self.init_weight_transfer_engine = client.init_weight_transfer_engine
         self.start_weight_update = client.start_weight_update
         self.update_weights = client.update_weights
