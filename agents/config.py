@@ -167,8 +167,8 @@ def _check_gpu(number: int, device: Device) -> None:
 
     count = 0 if device == "cpu" else torch.cuda.device_count()
     if number >= count:
-        have = f"{count} GPUs are to be used" if count != 1 else "one GPU is to be used"
-        raise ConfigError(f"there is no GPU {number} for the learner, as {have}: leave --learner-gpu out to share one")
+        have = "this run is on a CPU" if not count else "there is one" if count == 1 else f"there are {count}"
+        raise ConfigError(f"the learner cannot have GPU {number}, as {have}: leave --learner-gpu out")
 
 
 def _check_run_dir(folder: Path) -> None:

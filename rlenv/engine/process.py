@@ -24,6 +24,7 @@ from typing import Any
 
 import psutil
 
+from rlenv.engine.transfer.plugin import SCRATCH
 from rlenv.errors import EngineError
 
 # A launcher's variables would make vLLM's children join the learner's process group.
@@ -138,7 +139,7 @@ class VLLMStart:
             os.environ.setdefault(name, value)
         sockets = tempfile.mkdtemp(prefix="rlenv-engine-", dir=os.environ.get("VLLM_RPC_BASE_PATH"))
         try:
-            llm, cores = self._start_llm({**self._environment, "VLLM_RPC_BASE_PATH": sockets})
+            llm, cores = self._start_llm({**self._environment, "VLLM_RPC_BASE_PATH": sockets, SCRATCH: sockets})
         except BaseException:
             shutil.rmtree(sockets, ignore_errors=True)
             raise

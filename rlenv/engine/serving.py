@@ -25,7 +25,7 @@ import tyro
 
 from rlenv.engine.process import SHUTDOWN_S, check_plugin, server_environment
 from rlenv.engine.settings import EngineSettings, GPUTransport, engine_settings
-from rlenv.engine.transfer.plugin import PARENT
+from rlenv.engine.transfer.plugin import PARENT, SCRATCH
 from rlenv.errors import ConfigError, EngineDeadError, EngineError
 
 START_S = 600.0  # a large model is read from a slow disk
@@ -79,7 +79,7 @@ class Server:
 
     def _start(self) -> None:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *self._settings.command_line(), *_FLAGS]
-        own = {PARENT: str(os.getpid()), "VLLM_RPC_BASE_PATH": self._scratch.name}
+        own = {PARENT: str(os.getpid()), "VLLM_RPC_BASE_PATH": self._scratch.name, SCRATCH: self._scratch.name}
         extra = {**self._settings.environment, **_MODE, **own}
         if self.token:
             extra["VLLM_API_KEY"] = self.token  # on the command line every user of the machine could read it

@@ -29,6 +29,8 @@ class FakeSender:
                 pass
         if order == "cores":
             return {",".join(map(str, sorted(os.sched_getaffinity(0)))): TensorDigest("", (), "")}
+        if order == "peer":
+            return {repr(client.peer): TensorDigest("", (), "")}
         return self._send_values(client, in_thread=order == "thread")
 
     def _send_values(self, client: WeightSyncClient, in_thread: bool) -> Manifest:

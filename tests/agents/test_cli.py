@@ -82,6 +82,7 @@ class Command:
         )
         self.family: set[psutil.Process] = set()
         self.shared: set[Path] = set()
+        self.scratch: set[Path] = set()
 
     def summary(self) -> dict[str, Any]:
         path = self.folder / "summary.json"
@@ -98,13 +99,15 @@ class Command:
             time.sleep(0.05)
 
     def remember_family(self) -> None:
-        """Note who belongs to this run, and the shared memory they hold, while its parent can still tell."""
+        """Note who belongs to this run, the shared memory they hold and their folder, while the parent can tell."""
         new = set(psutil.Process(self.process.pid).children(recursive=True)) - self.family
         self.family |= new
         for process in new:
             with contextlib.suppress(psutil.NoSuchProcess):
                 areas = [Path(area.path) for area in process.memory_maps()]
                 self.shared |= {area for area in areas if area.parent == Path("/dev/shm")}
+                if folder := process.environ().get("VLLM_RPC_BASE_PATH"):
+                    self.scratch.add(Path(folder))
 
     def press_ctrl_c(self) -> None:
         """As a terminal does: to every process of the foreground group."""
@@ -115,7 +118,7 @@ class Command:
         return [process for process in self.family if _is_alive(process)]
 
     def remains(self) -> list[object]:
-        return [*self.survivors(), *filter(Path.exists, self.shared)]
+        return [*self.survivors(), *filter(Path.exists, self.shared | self.scratch)]
 
     def assert_gone(self) -> None:
         assert self.family, "a run has processes of its own"
@@ -261,7 +264,7 @@ def test_a_killed_run_leaves_no_process_and_no_shared_memory(start: Start) -> No
     command = start(*LONG)
     command.wait_for_updates(1)
     command.remember_family()
-    assert command.shared
+    assert command.shared and command.scratch
     command.process.kill()
     command.process.communicate(timeout=END_S)
     command.assert_gone()

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from rlenv.agents.config import TrainConfig, check_surroundings
-from rlenv.agents.parts import open_parts
+from rlenv.agents.learner_handle import _environment
+from rlenv.agents.learner_types import LearnerConfig
+from rlenv.agents.parts import learner_config, open_parts
+from rlenv.engine.transfer.plugin import IPC, NCCL, SHARED_MEMORY
 from rlenv.errors import ConfigError
 from rlenv.models import default_model
 
@@ -49,6 +52,8 @@ def test_a_setting_that_cannot_work_says_what_to_type(settings: dict[str, Any], 
         ({"model": "tests/no_such_folder"}, "--model"),
         ({"model": "tests"}, "config.json"),
         ({"device": "cuda"}, "--device cpu"),
+        ({"learner_gpu": 1}, "leave --learner-gpu out"),
+        ({"learner_gpu": 1, "device": "cpu"}, "this run is on a CPU"),
         ({"run_dir": "pyproject.toml/run"}, "--run-dir"),
     ],
 )
@@ -94,3 +99,23 @@ def test_bf16_heads_are_refused_where_everything_is_in_fp32() -> None:
 
     with pytest.raises(ConfigError, match="leave --no-fp32-head out"):
         asyncio.run(start())
+
+
+def test_a_learner_with_a_gpu_of_its_own_gets_weights_out_by_nccl() -> None:
+    shared, alone = (TrainConfig("math-v0", learner_gpu=gpu) for gpu in (None, 1))
+    assert learner_config(shared, "m", "cuda").transfer_backend == IPC
+    assert learner_config(shared, "m", "cpu").transfer_backend == SHARED_MEMORY
+    settings = learner_config(alone, "m", "cuda")
+    assert (settings.transfer_backend, settings.gpu) == (NCCL, 1)
+
+
+@pytest.mark.parametrize(("visible", "left"), [(None, "1"), ("2,5", "5"), ("GPU-a,GPU-b", "GPU-b")])
+def test_a_learner_sees_no_other_gpu_than_its_own(
+    visible: str | None, left: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert _environment(LearnerConfig("m", device="cuda", gpu=1))["CUDA_VISIBLE_DEVICES"] == left
+    assert _environment(LearnerConfig("m", device="cuda")).get("CUDA_VISIBLE_DEVICES") == visible

@@ -198,6 +198,11 @@ def test_the_first_core_is_left_to_the_engine(shared: Shared) -> None:
     assert list(shared.learner.send(RecordingClient())) == [",".join(map(str, cores[1:] or cores))]
 
 
+def test_the_sender_is_told_which_engine_it_sends_to(shared: Shared) -> None:
+    shared.order("peer")
+    assert list(shared.learner.send(RecordingClient())) == [repr(RecordingClient.peer)]
+
+
 def test_ctrl_c_is_the_hosts_to_handle(shared: Shared) -> None:
     asyncio.run(shared.learner.ready())
     os.kill(shared.learner.pid, signal.SIGINT)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import shutil
 import threading
 import time
 
@@ -22,6 +23,7 @@ IPC = "rlenv_ipc"
 NCCL = "rlenv_nccl"
 EXTENSION = "rlenv.engine.transfer.worker.ProofExtension"  # what vLLM mixes into its workers
 PARENT = "RLENV_SERVER_PARENT"  # in a server's environment: the process with which it ends
+SCRATCH = "RLENV_SCRATCH"  # a folder that is removed by whoever outlives the process that made it
 _BACKENDS = {
     SHARED_MEMORY: ("rlenv.engine.transfer.shm", "SharedMemoryWeightTransferEngine"),
     IPC: ("rlenv.engine.transfer.ipc", "PlainIPCWeightTransferEngine"),
@@ -45,10 +47,11 @@ def _end_with_parent() -> None:
     parent = child.pid if child is not None else int(os.environ.pop(PARENT, 0))  # not for its own children
     name = "rlenv parent watch"
     if parent and all(thread.name != name for thread in threading.enumerate()):
-        threading.Thread(target=_watch, args=(parent,), name=name, daemon=True).start()
+        scratch = os.environ.pop(SCRATCH, None)
+        threading.Thread(target=_watch, args=(parent, scratch), name=name, daemon=True).start()
 
 
-def _watch(parent_pid: int) -> None:
+def _watch(parent_pid: int, scratch: str | None) -> None:
     siblings = _children_of(parent_pid)
     while os.getppid() == parent_pid:
         time.sleep(PARENT_CHECK_S)
@@ -56,6 +59,8 @@ def _watch(parent_pid: int) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             if sibling.name().startswith(_WITHOUT_PLUGIN):
                 sibling.kill()
+    if scratch is not None:
+        shutil.rmtree(scratch, ignore_errors=True)
     os._exit(1)
 
 

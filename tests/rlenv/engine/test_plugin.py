@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 import pytest
@@ -26,13 +27,18 @@ class Sibling:
         self.killed.append(self.title)
 
 
-def test_orphan_ends_the_coordinator_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orphan_ends_the_coordinator_and_nobody_else_and_clears_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def leave(code: int) -> None:
         raise SystemExit(code)
 
     siblings = [Sibling("VLLM::DPCoordinator", gone=True), Sibling("python"), Sibling("VLLM::DPCoordinator")]
     monkeypatch.setattr(plugin, "_children_of", lambda pid: siblings)
     monkeypatch.setattr(os, "_exit", leave)
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "scratch" / "socket").touch()
     with pytest.raises(SystemExit):
-        plugin._watch(-1)  # nobody's parent
+        plugin._watch(-1, str(tmp_path / "scratch"))  # nobody's parent
+    assert not (tmp_path / "scratch").exists()
     assert [sibling.killed for sibling in siblings] == [[], [], ["VLLM::DPCoordinator"]]
