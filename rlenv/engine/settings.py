@@ -17,6 +17,7 @@ from rlenv.errors import ConfigError
 from rlenv.render import Renderer
 
 GPUTransport = Literal["ipc", "nccl"]
+RanksBackend = Literal["mp", "ray"]
 _ON_GPUS: dict[str, str] = {"ipc": IPC, "nccl": NCCL}  # by the names under which vLLM's workers know them
 
 
@@ -51,6 +52,7 @@ def engine_settings(
     worker_extension: str = EXTENSION,
     cpu_cores: str | None = None,
     data_parallel_size: int = 1,
+    data_parallel_backend: RanksBackend = "mp",
     transport: GPUTransport | None = None,
     backend: Backend | None = None,
 ) -> EngineSettings:
@@ -62,6 +64,8 @@ def engine_settings(
         raise ConfigError("cpu_cores binds an engine on a CPU: leave it out on a GPU")
     if transport is not None and cpu:
         raise ConfigError(f"weights reach an engine on a CPU by shared memory: leave transport={transport!r} out")
+    if data_parallel_backend == "ray" and cpu:
+        raise ConfigError("Ray places data-parallel ranks on GPUs: leave data_parallel_backend='ray' out on a CPU")
     rules = batch_invariance_on(device) if batch_invariant else Rules()
     dtype = dtype or ("float32" if cpu else "bfloat16")
     context = max_model_len or context_of(folder)
@@ -76,6 +80,7 @@ def engine_settings(
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "data_parallel_size": data_parallel_size,
+        "data_parallel_backend": data_parallel_backend,
         **(backend or Backend()).arguments(device, dtype, context),
         **rules.arguments,
     }

@@ -16,7 +16,7 @@ from rlenv.engine.base import PauseMode, UpdateReport, WeightSender
 from rlenv.engine.faces import EngineFaces
 from rlenv.engine.process import VLLMProcesses, VLLMStart, check_plugin
 from rlenv.engine.requests import canary_fields, canary_length, finish_reason, sampling_fields, version_spans
-from rlenv.engine.settings import GPUTransport, end_ids, engine_settings, tokenizer_of
+from rlenv.engine.settings import GPUTransport, RanksBackend, end_ids, engine_settings, tokenizer_of
 from rlenv.engine.threads import in_thread
 from rlenv.engine.transfer.plugin import EXTENSION
 from rlenv.engine.transfer.proof import CanaryResult, WeightRows, canary_prompt
@@ -34,10 +34,10 @@ class VLLMEngine(EngineFaces):
     `dtype`: float32 on a CPU, bfloat16 on a GPU unless said otherwise. `device`: "cpu", "cuda", or what vLLM was
     built for. `cpu_cores` on a CPU, "0-3" or "1,3": those to compute on, for engines side by side; vLLM takes the first
     ones by itself. `data_parallel_size` ranks, each a whole copy of the model, share the requests; their cores are
-    written "0|1". `transport` on a GPU: "ipc" for a learner on the same one, "nccl" for one on another. With
-    `batch_invariant` no bit of a request depends on what else is in the batch (`platforms` says where). `backend` is
-    right as it is: other values are for measurements. Raises ConfigError for settings that cannot work, EngineError if
-    vLLM does not start.
+    written "0|1", and on GPUs `data_parallel_backend="ray"` lets Ray place them. `transport` on a GPU: "ipc" for a
+    learner on the same one, "nccl" for one on another. With `batch_invariant` no bit of a request depends on what else
+    is in the batch (`platforms` says where). `backend` is right as it is: other values are for measurements. Raises
+    ConfigError for settings that cannot work, EngineError if vLLM does not start.
     """
 
     worker_extension = EXTENSION
@@ -55,6 +55,7 @@ class VLLMEngine(EngineFaces):
         gpu_memory_utilization: float = 0.4,
         cpu_cores: str | None = None,
         data_parallel_size: int = 1,
+        data_parallel_backend: RanksBackend = "mp",
         transport: GPUTransport | None = None,
         backend: Backend | None = None,
     ) -> None:
@@ -70,6 +71,7 @@ class VLLMEngine(EngineFaces):
             worker_extension=self.worker_extension,
             cpu_cores=cpu_cores,
             data_parallel_size=data_parallel_size,
+            data_parallel_backend=data_parallel_backend,
             transport=transport,
             backend=backend,
         )

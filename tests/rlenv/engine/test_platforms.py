@@ -73,6 +73,13 @@ def test_weights_reach_a_gpu_by_what_was_asked_for(
     assert made.arguments["enforce_eager"] is False
 
 
+def test_ray_places_ranks_on_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="leave data_parallel_backend='ray' out"):
+        engine_settings(default_model(), device="cpu", data_parallel_size=2, data_parallel_backend="ray")
+    made = on_a_gpu(monkeypatch, ("cuda", (9, 0)), data_parallel_size=2, data_parallel_backend="ray")
+    assert (made.arguments["data_parallel_size"], made.arguments["data_parallel_backend"]) == (2, "ray")
+
+
 def test_an_engine_on_a_cpu_takes_no_weights_from_gpus() -> None:
     with pytest.raises(ConfigError, match="leave transport='nccl' out"):
         engine_settings(default_model(), device="cpu", transport="nccl")
