@@ -1,7 +1,7 @@
 """Swap weights in mid-generation and check every token against a fresh engine that holds the new weights.
 
     python -m benchmarks.swap --device cpu --out swap.json
-    python -m benchmarks.swap --engine server               # or group, or ray
+    python -m benchmarks.swap --engine server               # or group, ranks (data-parallel), or ray
     python -m benchmarks.swap --device cuda --transport nccl   # two GPUs: the learner's is the second
 
 The scenario of vLLM's public asynchronous RL example: 13 greedy prompts are in flight; once a request beside them has
@@ -147,6 +147,13 @@ def in_a_group(arguments: argparse.Namespace, model: str) -> Iterator[EngineGrou
 
 
 @contextmanager
+def in_ranks(arguments: argparse.Namespace, model: str) -> Iterator[VLLMEngine]:
+    where: dict[str, Any] = {"cpu_cores": "0|1"} if arguments.device == "cpu" else {"data_parallel_backend": "ray"}
+    with VLLMEngine(model, data_parallel_size=2, **where, **_settings(arguments)) as engine:
+        yield engine
+
+
+@contextmanager
 def in_an_actor(arguments: argparse.Namespace, model: str) -> Iterator[RayEngine]:
     import ray
 
@@ -161,6 +168,7 @@ ENGINES: dict[str, Callable[[argparse.Namespace, str], AbstractContextManager[En
     "vllm": in_process,
     "server": over_http,
     "group": in_a_group,
+    "ranks": in_ranks,
     "ray": in_an_actor,
 }
 
@@ -245,7 +253,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.swap", description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--engine", choices=tuple(ENGINES), default="vllm")
-    parser.add_argument("--transport", choices=("ipc", "nccl"), default=None, help="on GPUs; default: ipc")
+    parser.add_argument("--transport", choices=("ipc", "nccl", "shm"), default=None, help="on GPUs; default: ipc")
     parser.add_argument("--shape", choices=tuple(SHAPES), default=None, help="default: tiny on a CPU, 0.6b on a GPU")
     parser.add_argument("--tokens", type=int, default=200, help="tokens a request")
     parser.add_argument("--threshold", type=int, default=40, help="swap once a request beside them has sampled so many")

@@ -179,7 +179,8 @@ def serve_until_ended(
         max_model_len: Length of the context; left out, the model's.
         max_num_seqs: Requests that run at once.
         gpu_memory_utilization: The server's share of a GPU's memory; the learner needs the rest.
-        transport: How weights reach a GPU: ipc from a learner on the same one, nccl from another; left out, ipc.
+        transport: How weights reach a GPU: ipc (the default) from a learner on the same one, nccl from another,
+            shm through the machine's memory.
         log: File for the server's output.
     """
     settings = {

@@ -16,9 +16,13 @@ from rlenv.engine.transfer.plugin import EXTENSION, IPC, NCCL, SHARED_MEMORY
 from rlenv.errors import ConfigError
 from rlenv.render import Renderer
 
-GPUTransport = Literal["ipc", "nccl"]
+GPUTransport = Literal["ipc", "nccl", "shm"]
 RanksBackend = Literal["mp", "ray"]
-_ON_GPUS: dict[str, str] = {"ipc": IPC, "nccl": NCCL}  # by the names under which vLLM's workers know them
+_ON_GPUS: dict[str, str] = {
+    "ipc": IPC,
+    "nccl": NCCL,
+    "shm": SHARED_MEMORY,
+}  # by the names under which vLLM's workers know them
 
 
 @dataclass(frozen=True, slots=True)

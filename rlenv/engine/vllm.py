@@ -35,9 +35,10 @@ class VLLMEngine(EngineFaces):
     built for. `cpu_cores` on a CPU, "0-3" or "1,3": those to compute on, for engines side by side; vLLM takes the first
     ones by itself. `data_parallel_size` ranks, each a whole copy of the model, share the requests; their cores are
     written "0|1", and on GPUs `data_parallel_backend="ray"` lets Ray place them. `transport` on a GPU: "ipc" for a
-    learner on the same one, "nccl" for one on another. With `batch_invariant` no bit of a request depends on what else
-    is in the batch (`platforms` says where). `backend` is right as it is: other values are for measurements. Raises
-    ConfigError for settings that cannot work, EngineError if vLLM does not start.
+    learner on the same one, "nccl" for one on another, "shm" through the memory of their machine. With
+    `batch_invariant` no bit of a request depends on what else is in the batch (`platforms` says where). `backend` is
+    right as it is: other values are for measurements. Raises ConfigError for settings that cannot work, EngineError if
+    vLLM does not start.
     """
 
     worker_extension = EXTENSION

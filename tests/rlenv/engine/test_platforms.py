@@ -63,7 +63,9 @@ def test_the_rules_of_rocm_win_over_what_an_engine_has_by_default(monkeypatch: p
     assert set(made.arguments) <= set(AsyncEngineArgs.__dataclass_fields__)
 
 
-@pytest.mark.parametrize(("wanted", "backend"), [({}, "rlenv_ipc"), ({"transport": "nccl"}, "rlenv_nccl")])
+@pytest.mark.parametrize(
+    ("wanted", "backend"), [({}, "rlenv_ipc"), ({"transport": "nccl"}, "rlenv_nccl"), ({"transport": "shm"}, "shm")]
+)
 def test_weights_reach_a_gpu_by_what_was_asked_for(
     monkeypatch: pytest.MonkeyPatch, wanted: dict[str, Any], backend: str
 ) -> None:
