@@ -17,7 +17,7 @@ from rlenv.agents.learner_types import LearnerConfig, Scoring, StepMetrics
 from rlenv.agents.packing import Batch, FloatArray
 from rlenv.engine.base import Manifest, WeightSyncClient
 from rlenv.engine.threads import in_thread
-from rlenv.errors import ConfigError, LearnerError
+from rlenv.errors import ConfigError, EngineError, LearnerError
 
 CLIENT_METHODS = frozenset(
     ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
@@ -103,7 +103,7 @@ class LearnerHandle:
     def send(self, client: WeightSyncClient) -> Manifest:
         """Let the learner's process send its weights; it reaches `client` through this one.
 
-        An error that `client` raises comes out of here as it is.
+        An error that `client` raises comes out of here as it is, an EngineError if the engine did not take part.
         """
         return self._call("send", client.peer, client=client)
 
@@ -144,6 +144,8 @@ class LearnerHandle:
                     return content[0]
                 elif kind == "config":
                     raise ConfigError(content[0])
+                elif kind == "engine":
+                    raise refusal or EngineError(content[0])
                 else:
                     raise refusal or LearnerError(f"the learner failed in {name}:\n{content[0]}")
 
@@ -200,5 +202,8 @@ def _environment(config: LearnerConfig) -> dict[str, str]:
     }
     if config.gpu is not None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        kept["CUDA_VISIBLE_DEVICES"] = visible.split(",")[config.gpu] if visible else str(config.gpu)
+        names = visible.split(",") if visible else [str(number) for number in range(config.gpu + 1)]
+        if config.gpu >= len(names):
+            raise ConfigError(f"the learner cannot have GPU {config.gpu}: CUDA_VISIBLE_DEVICES={visible} hides it")
+        kept["CUDA_VISIBLE_DEVICES"] = names[config.gpu]
     return kept | {"OMP_NUM_THREADS": str(config.threads)}

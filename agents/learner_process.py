@@ -3,7 +3,7 @@
     host → child   (name, arguments)           "ready", "step", "score", "save", "send" or "logprobs"
     child → host   ("call", method, arguments) while sending: what the sender asks of the engine
     host → child   ("value", result) | ("error", text)
-    child → host   ("value", result) | ("config", text) | ("error", traceback)
+    child → host   ("value", result) | ("config", text) | ("engine", text) | ("error", traceback)
 
 One request at a time. The process ends with its host, whatever either is doing: `python -m rlenv.agents.learner_process
 DESCRIPTOR HOST_PID` watches its standard input, a pipe that the host never writes to, and its parent's id.
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from rlenv.agents.learner_types import LearnerConfig, Scoring, StepMetrics
 from rlenv.agents.packing import Batch, FloatArray
 from rlenv.engine.base import Manifest, Peer
-from rlenv.errors import ConfigError, LearnerError
+from rlenv.errors import ConfigError, EngineError, LearnerError
 
 if TYPE_CHECKING:
     from rlenv.agents.learner import Learner
@@ -49,7 +49,7 @@ class Server:
     """Answers requests for one learner and its sender."""
 
     def __init__(self, config: LearnerConfig, connection: Connection[Any, Any]) -> None:
-        self._client = RemoteClient(connection)
+        self._connection = connection
         self._learner = _load(config)
         self._sent_version: int | None = None
         module, _, name = config.sender.partition(":")
@@ -69,8 +69,11 @@ class Server:
         self._learner.save(Path(folder))
 
     def send(self, peer: Peer) -> Manifest:
-        self._client.peer = peer
-        manifest = self._sender.send(self._client)
+        client = RemoteClient(self._connection, peer)
+        try:
+            manifest: Manifest = self._sender.send(client)
+        finally:
+            client.end()
         self._sent_version = self._learner.version
         return manifest
 
@@ -87,10 +90,15 @@ class Server:
 class RemoteClient:
     """The engine's weight-sync client, called in the host's process. A transport may call it from a thread."""
 
-    peer: Peer
-
-    def __init__(self, connection: Connection[Any, Any]) -> None:
+    def __init__(self, connection: Connection[Any, Any], peer: Peer) -> None:
+        self.peer = peer
         self._connection, self._lock = connection, threading.Lock()
+        self._ended = False
+
+    def end(self) -> None:
+        """Wait for a call that is still answered on another thread, and let none come later: the socket is one."""
+        with self._lock:
+            self._ended = True
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._call("init_weight_transfer_engine", init_info)
@@ -106,6 +114,8 @@ class RemoteClient:
 
     def _call(self, method: str, *arguments: Any) -> None:
         with self._lock:
+            if self._ended:
+                raise EngineError(f"{method}: this update of the weights has ended")
             self._connection.send(("call", method, arguments))
             kind, content = self._connection.recv()
         if kind == "error":
@@ -125,6 +135,8 @@ def _attempt(function: Callable[..., Any], *arguments: Any) -> tuple[str, Any]:
         return "value", function(*arguments)
     except ConfigError as error:
         return "config", str(error)
+    except EngineError as error:
+        return "engine", str(error)
     except Exception:  # whatever a model, a loss or a transport raised is the host's to judge
         return "error", traceback.format_exc()
 

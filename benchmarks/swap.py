@@ -260,6 +260,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--std", type=float, default=None, help="of the random weights; default: 0.08 tiny, 0.03 0.6b")
     parser.add_argument("--out", help="where the JSON goes")
     arguments = parser.parse_args(argv)
+    if arguments.transport and arguments.device == "cpu":
+        parser.error(
+            f"weights go to a CPU by shared memory: add --device cuda, or leave --transport {arguments.transport}"
+        )
     arguments.shape = arguments.shape or ("tiny" if arguments.device == "cpu" else "0.6b")
     arguments.std = arguments.std or {"tiny": 0.08, "0.6b": 0.03}[arguments.shape]
     return arguments

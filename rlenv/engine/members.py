@@ -102,7 +102,7 @@ class WatchedSender:
         try:
             yield
         except Exception as error:
-            if error is not self.engines_error:
+            if error is not self.engines_error and not isinstance(error, EngineError):  # that says what an engine did
                 self.error = error
             raise
 

@@ -47,6 +47,7 @@ class Setup:
     logprobs_mode: str
     vocabulary: int
     block: int
+    ranks: int = 1  # data-parallel ones
 
 
 class RemoteVLLM:
@@ -132,7 +133,13 @@ class RemoteVLLM:
             ) from error
         if len(workers) != 1:
             raise EngineError(f"{len(workers)} workers hold the weights in shards: the proof covers one worker")
-        return Setup(**workers[0])
+        setup = Setup(**workers[0])
+        if setup.ranks != 1:
+            raise EngineError(
+                f"the server at {self.url} has {setup.ranks} data-parallel ranks, and tells over HTTP what the first "
+                "one holds: start a server for each, and an EngineGroup of them"
+            )
+        return setup
 
     async def dtype(self) -> str:
         """The model's dtype, of a server without our extension; it looks at the whole machine first."""

@@ -150,6 +150,8 @@ def serve(
     """
     if not 0 <= port < 1 << 16:
         raise ConfigError(f"no port {port}: choose one from 1 to 65535, or 0 for any that is free")
+    if settings.get("data_parallel_size", 1) != 1:
+        raise ConfigError("a server tells what its first data-parallel rank holds: start a server for each instead")
     check_plugin()
     return Server(engine_settings(model, **settings), host, port, token, log)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 from rlenv.engine.base import Manifest, TensorDigest, WeightSyncClient
-from rlenv.errors import ConfigError
+from rlenv.errors import ConfigError, EngineError
 
 
 class FakeSender:
@@ -29,6 +30,10 @@ class FakeSender:
                 pass
         if order == "cores":
             return {",".join(map(str, sorted(os.sched_getaffinity(0)))): TensorDigest("", (), "")}
+        if order == "leave a call behind":
+            threading.Thread(target=client.update_weights, args=({},), daemon=True).start()
+            time.sleep(0.2)
+            raise EngineError("the engine did not come")
         if order == "peer":
             return {repr(client.peer): TensorDigest("", (), "")}
         return self._send_values(client, in_thread=order == "thread")

@@ -20,7 +20,7 @@ from rlenv.agents.learner_handle import LearnerHandle
 from rlenv.agents.learner_types import LearnerConfig, StepMetrics
 from rlenv.agents.packing import Batch, pack
 from rlenv.engine.base import Peer
-from rlenv.errors import ConfigError, LearnerError
+from rlenv.errors import ConfigError, EngineError, LearnerError
 
 HERE = Path(__file__).parent
 WANTED = 11
@@ -196,6 +196,22 @@ def test_the_first_core_is_left_to_the_engine(shared: Shared) -> None:
     cores = sorted(os.sched_getaffinity(0))
     shared.order("cores")
     assert list(shared.learner.send(RecordingClient())) == [",".join(map(str, cores[1:] or cores))]
+
+
+def test_a_call_that_a_sender_leaves_behind_does_not_take_the_next_requests_answer(shared: Shared) -> None:
+    class Slow(RecordingClient):
+        def update_weights(self, update_info: Any) -> None:
+            time.sleep(1)  # longer than the sender has patience
+            super().update_weights(update_info)
+
+    client = Slow()
+    shared.order("leave a call behind")
+    with pytest.raises(EngineError, match="the engine did not come"):
+        shared.learner.send(client)
+    assert client.calls == ["update_weights"]
+    shared.order("")
+    shared.learner.send(RecordingClient())
+    shared.step()
 
 
 def test_the_sender_is_told_which_engine_it_sends_to(shared: Shared) -> None:

@@ -22,20 +22,21 @@ import vllm.envs as envs
 from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 from vllm.distributed.utils import StatelessProcessGroup
-from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
+from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo, worker_init_process_group
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 from vllm.utils.nccl import unpinned_nccl_env
 
-from rlenv.errors import ConfigError, EngineError
+from rlenv.errors import ConfigError, EngineError, RlenvError
 
 T = TypeVar("T")
 
-JOIN_DEADLINE_S = 45.0  # for both sides to meet
-SEND_DEADLINE_S = 45.0  # for one model to go over: 900 GB at the 20 GB/s that were measured
+JOIN_DEADLINE_S = 20.0  # for both sides to meet
+SEND_DEADLINE_S = 5.0  # for one model to go over, and
+SLOWEST_BYTES_PER_S = 1e9  # for each of its bytes; 2e10 were measured between two H200
 # Variables that may differ: where to log, how a machine is connected, when kernels start; not how data is cut.
 _OWN = (
-    "NCCL_DEBUG", "NCCL_HOME", "NCCL_HOSTID", "NCCL_IB_", "NCCL_LAUNCH_MODE", "NCCL_NO_CACHE", "NCCL_SOCKET_IFNAME",
-    "NCCL_VERSION",
+    "NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT", "NCCL_DEBUG", "NCCL_HOME", "NCCL_HOSTID", "NCCL_IB_",
+    "NCCL_LAUNCH_MODE", "NCCL_NO_CACHE", "NCCL_SOCKET_IFNAME", "NCCL_VERSION",
 )  # fmt: skip
 ABORT_S = 1.0
 _ADVICE = "vLLM 0.32 needs NCCL 2.29.7 or later: point VLLM_NCCL_SO_PATH at one"
@@ -98,27 +99,36 @@ class MeetingNCCLWeightTransferEngine(NCCLWeightTransferEngine):
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
         assert isinstance(init_info, MeetingInfo)
         if not init_info.join:
-            compare(init_info.trainer, nccl_facts())
+            compare(init_info.trainer, nccl_facts(self.device))
             return
         self.shutdown()  # an earlier trainer's
-        within(JOIN_DEADLINE_S, "the trainer", lambda: self._join(init_info))
-        group: Any = WatchedCommunicator(self.model_update_group)
+        group: Any = WatchedCommunicator(within(JOIN_DEADLINE_S, "the trainer", lambda: self._join(init_info)))
         self.model_update_group = group
+        self.packed = init_info.packed
+        self.packed_buffer_size_bytes = init_info.packed_buffer_size_bytes
+        self.packed_num_buffers = init_info.packed_num_buffers
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
         group: Any = self.model_update_group
         if group is None:
             raise EngineError("no trainer has met this worker")
-        with watched(group, SEND_DEADLINE_S, "the trainer"):
+        sizes = zip(update_info.shapes, update_info.dtype_names, strict=True)
+        count = sum(math.prod(shape) * getattr(torch, dtype).itemsize for shape, dtype in sizes)
+        with watched(group, count, "the trainer"):
             super().receive_weights(update_info)
 
-    def _join(self, init_info: MeetingInfo) -> None:
+    def _join(self, init_info: MeetingInfo) -> Communicator:
+        """Keeps nothing: a meeting that was given up may still come about."""
         with current(self.device):
-            super().init_transfer_engine(init_info)
+            group: Communicator = worker_init_process_group(init_info, self.parallel_config)
+        return group
 
 
-def nccl_facts() -> dict[str, Any]:
-    """NCCL's version and what pins it in this process. Raises ConfigError if vLLM's NCCL would switch itself off."""
+def nccl_facts(device: torch.device) -> dict[str, Any]:
+    """NCCL's version, what pins it in this process, and which GPU `device` is.
+
+    Raises ConfigError if vLLM's NCCL would switch itself off.
+    """
     if envs.VLLM_DISABLE_PYNCCL:
         raise ConfigError("NCCL is switched off by VLLM_DISABLE_PYNCCL: unset it, or weights cannot be moved")
     try:
@@ -127,11 +137,17 @@ def nccl_facts() -> dict[str, Any]:
         raise ConfigError(f"NCCL cannot be used ({error}): {_ADVICE}") from error
     with unpinned_nccl_env():  # as vLLM makes the communicator that both sides share
         pins = {name: value for name, value in os.environ.items() if _is_pin(name)}
-    return {"version": version, "pins": pins}
+    gpu = None if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
+    return {"version": version, "pins": pins, "gpu": gpu}
 
 
 def compare(trainer: dict[str, Any], worker: dict[str, Any]) -> None:
-    """Raise ConfigError unless NCCL is the same on both sides: otherwise they would wait for one another for ever."""
+    """Raise ConfigError unless both sides are of one NCCL, and on GPUs of their own: they would wait for ever."""
+    if trainer["gpu"] == worker["gpu"] and worker["gpu"] is not None:
+        raise ConfigError(
+            f"learner and engine share the GPU {worker['gpu']}, within which NCCL moves nothing: start the engine with "
+            "transport='ipc', or the learner on another GPU"
+        )
     if trainer["version"] != worker["version"]:
         raise ConfigError(
             f"the learner has NCCL {trainer['version']}, the engine {worker['version']}: give both the same, by "
@@ -150,7 +166,7 @@ def compare(trainer: dict[str, Any], worker: dict[str, Any]) -> None:
 def meet(
     worker: Callable[[], None], meeting: dict[str, Any], listening: socket.socket, device: torch.device
 ) -> WatchedCommunicator:
-    """The trainer's communicator; meanwhile `worker` makes the workers join. Whichever fails first is raised."""
+    """The trainer's communicator; meanwhile `worker` makes the workers join. Raises EngineError if one side fails."""
 
     def open_group() -> WatchedCommunicator:
         group = StatelessProcessGroup.create(
@@ -158,18 +174,24 @@ def meet(
             meeting["master_port"],
             rank=0,
             world_size=meeting["world_size"],
-            store_timeout=math.ceil(JOIN_DEADLINE_S),
+            store_timeout=math.ceil(2 * JOIN_DEADLINE_S),  # `within` comes first
             listen_socket=listening,
         )
         with current(device), unpinned_nccl_env():
             return WatchedCommunicator(PyNcclCommunicator(group, device=device))
 
-    return within(JOIN_DEADLINE_S, "the engine", open_group, worker)
+    try:
+        return within(JOIN_DEADLINE_S, "the engine", open_group, worker)
+    except RlenvError:
+        raise
+    except Exception as error:  # of NCCL, of the store where both meet, or what the worker said by way of vLLM
+        raise EngineError(f"learner and engine did not meet over NCCL: {error}") from error
 
 
 def free_socket(host: str) -> socket.socket:
     """A listening socket on a free port, which nobody else can take before it is used."""
-    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
     listening.bind((host, 0))
     listening.listen()
     return listening
@@ -212,11 +234,12 @@ def _started(call: Callable[[], Any]) -> Future[Any]:
 
 
 @contextlib.contextmanager
-def watched(group: WatchedCommunicator, deadline_s: float, whom: str) -> Iterator[None]:
-    """Abort `group` if the block takes longer, by which its NCCL calls end, and raise EngineError then.
+def watched(group: WatchedCommunicator, count: int, whom: str) -> Iterator[None]:
+    """Abort `group` if the block, which moves `count` bytes, takes too long: its NCCL calls end by that.
 
-    After any error the group is closed: nobody knows how far the other side got.
+    Raises EngineError then. After any error the group is closed: nobody knows how far the other side got.
     """
+    deadline_s = SEND_DEADLINE_S + count / SLOWEST_BYTES_PER_S
     late = threading.Event()
 
     def give_up() -> None:
@@ -235,7 +258,7 @@ def watched(group: WatchedCommunicator, deadline_s: float, whom: str) -> Iterato
     finally:
         watch.cancel()
     if late.is_set():
-        how = f"NCCL waited {deadline_s:g} s for {whom} in the midst of a transfer, and was given up"
+        how = f"NCCL waited {deadline_s:.1f} s for {whom} in the midst of a transfer, and was given up"
         raise EngineError(how) from failure
     if failure is not None:
         raise failure

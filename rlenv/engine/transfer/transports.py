@@ -13,7 +13,7 @@ import torch
 
 from rlenv.engine.base import WeightSyncClient
 from rlenv.engine.transfer.plugin import IPC, NCCL, SHARED_MEMORY
-from rlenv.errors import ConfigError, RlenvError
+from rlenv.errors import ConfigError, EngineDeadError, WeightUpdateError
 
 if TYPE_CHECKING:
     from rlenv.engine.transfer.nccl import WatchedCommunicator
@@ -113,8 +113,12 @@ class NCCLBroadcast:
             connection.close()  # with an engine that was started again since
             connection = None
         connection = connection or _Connection(client, weights[0][1].device)
-        connection.send(weights, client)
-        self._connections[peer.engine] = connection  # one that failed is of no use any more
+        try:
+            connection.send(weights, client)
+        except BaseException:
+            connection.close()  # nobody knows how far the other side got
+            raise
+        self._connections[peer.engine] = connection
 
 
 class _Connection:
@@ -136,7 +140,8 @@ class _Connection:
         self._relay.client, self._source.weights = client, weights
         client.start_weight_update()  # may wait for requests, as long as they take
         try:
-            with nccl.watched(self._group, nccl.SEND_DEADLINE_S, "the engine"), nccl.current(self._device):
+            count = sum(tensor.nbytes for _, tensor in weights)
+            with nccl.watched(self._group, count, "the engine"), nccl.current(self._device):
                 self._engine.send_weights()
         except Exception:
             if self._relay.error is not None:  # the broadcast ended because the engine had failed
@@ -154,7 +159,7 @@ def _met(client: WeightSyncClient, device: torch.device) -> WatchedCommunicator:
     """Compare what learner and engine have, then let them meet. Nothing is sent when either fails."""
     from rlenv.engine.transfer import nccl
 
-    host, facts = _address(), nccl.nccl_facts()
+    host, facts = _address(), nccl.nccl_facts(device)
     with nccl.free_socket(host) as listening:
         meeting = {
             "master_address": host,
@@ -165,7 +170,7 @@ def _met(client: WeightSyncClient, device: torch.device) -> WatchedCommunicator:
         }
         try:
             client.init_weight_transfer_engine({**meeting, "trainer": facts, "join": False})
-        except RlenvError:
+        except (ConfigError, EngineDeadError, WeightUpdateError):
             raise
         except Exception as error:  # what the worker said comes by way of vLLM
             raise ConfigError(f"learner and engine cannot meet over NCCL: {error}") from error

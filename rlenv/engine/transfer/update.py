@@ -89,9 +89,10 @@ class WeightUpdater:
             second = self._attempt(version, mode, clear_cache=True)
             try:
                 return await self._carry_out(second, sender, refuted=1)
-            except WeightUpdateError as error:
-                self.ledger.refute(second.label, error)
-                await self._serve_no_more(error)
+            except Exception as error:  # whatever keeps the second attempt from its end: half an update is loaded
+                failure = error if isinstance(error, WeightUpdateError) else second.failed_by(error)
+                self.ledger.refute(second.label, failure)
+                await self._serve_no_more(failure)
                 raise
 
     def started(self, workers: Sequence[WeightRows]) -> None:
@@ -131,7 +132,7 @@ class WeightUpdater:
         except asyncio.CancelledError:
             cancelled = attempt.failed("the update was cancelled")
             self.ledger.refute(attempt.label, cancelled)
-            if attempt.touched:
+            if attempt.touched or attempt.recover:
                 self._refuted = True
                 await self._serve_no_more(cancelled)
             raise
@@ -219,7 +220,7 @@ class _Attempt:
         except Exception as error:
             if isinstance(error, WeightUpdateError) or not self.touched:
                 raise  # what went wrong on the trainer's side alone is the trainer's to tell
-            raise self.failed(f"{type(error).__name__}: {error}") from error
+            raise self.failed_by(error) from error
         finally:
             self._over = True
             if self._asked is not None:
@@ -278,6 +279,9 @@ class _Attempt:
             raise EngineError(f"the update to version {self.version} is over")
         asked = self._asked = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         return asked.result()
+
+    def failed_by(self, error: Exception) -> WeightUpdateError:
+        return self.failed(f"{type(error).__name__}: {error}")
 
     def failed(self, how: str) -> WeightUpdateError:
         return WeightUpdateError(

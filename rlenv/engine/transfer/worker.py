@@ -33,6 +33,7 @@ class ProofExtension:
             "logprobs_mode": config.model_config.logprobs_mode,
             "vocabulary": config.model_config.get_vocab_size(),
             "block": config.cache_config.block_size,
+            "ranks": config.parallel_config.data_parallel_size,
         }
 
     def rlenv_weights(self) -> dict[str, list[list[Any]]]:

@@ -83,6 +83,19 @@ def test_death_that_a_request_notices_while_the_trainer_is_busy_is_the_engines(g
     assert group.weight_version == 1
 
 
+def test_engine_that_the_sender_could_not_reach_is_out_and_the_others_are_updated(
+    group_of: Any, sender: WeightSender
+) -> None:
+    def unreachable() -> None:
+        raise EngineError("NCCL did not meet the engine within 20 s")
+
+    group, _ = group_of()
+    group.update_weights_sync(Sender(sender, at1=unreachable), 1)
+    assert group.weight_version == 1
+    assert all_run(group)
+    assert served_by(group) <= {"1#1@0", "1#1@1"} and "1#1@1" in served_by(group)
+
+
 def test_requests_of_an_engine_that_dies_are_answered_by_another(group_of: Any, sender: WeightSender) -> None:
     group, (first, _) = group_of()
     futures = [group.submit(PROMPT, LONG) for _ in range(8)]

@@ -29,7 +29,8 @@ from rlenv.engine.transfer.sender import ModelSender
 from rlenv.errors import ConfigError, EngineDeadError, EngineError
 from tests.rlenv.engine.fake_nccl import FakeCommunicator, Wire, consume, produce
 
-FACTS: dict[str, Any] = {"version": "2.29.7", "pins": {"NCCL_PROTO": "Simple"}}
+CPU = torch.device("cpu")
+FACTS: dict[str, Any] = {"version": "2.29.7", "pins": {"NCCL_PROTO": "Simple"}, "gpu": None}
 
 
 class Model(torch.nn.Module):
@@ -49,7 +50,7 @@ class Worker(MeetingNCCLWeightTransferEngine):
         model: Any = SimpleNamespace(load_weights=self.load)
         parallel: Any = SimpleNamespace(data_parallel_index=rank, world_size=1, rank=0)
         config: Any = SimpleNamespace(parallel_config=parallel, model_config=None)
-        super().__init__(SimpleNamespace(backend=NCCL), config, torch.device("cpu"), model)  # type: ignore[arg-type]
+        super().__init__(SimpleNamespace(backend=NCCL), config, CPU, model)  # type: ignore[arg-type]
 
     def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         self.got.update({name: tensor.clone() for name, tensor in weights})
@@ -128,10 +129,10 @@ def quiet() -> None:
 def lab(quiet: None, monkeypatch: pytest.MonkeyPatch) -> Lab:
     lab = Lab()
     monkeypatch.setattr(nccl, "PyNcclCommunicator", lab.trainer)
-    monkeypatch.setattr(nccl_engine, "worker_init_process_group", lab.worker)
+    monkeypatch.setattr(nccl, "worker_init_process_group", lab.worker)
     monkeypatch.setattr(nccl_engine, "packed_nccl_broadcast_producer", produce)
     monkeypatch.setattr(nccl_engine, "packed_nccl_broadcast_consumer", consume)
-    monkeypatch.setattr(nccl, "nccl_facts", lambda: FACTS)
+    monkeypatch.setattr(nccl, "nccl_facts", lambda device: FACTS)
     monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
     return lab
 
@@ -198,11 +199,11 @@ def test_a_worker_that_meets_a_new_trainer_leaves_the_old_one(lab: Lab, sender: 
 @pytest.mark.parametrize(
     ("worker", "named"),
     [
-        ({"version": "2.28.9", "pins": FACTS["pins"]}, "NCCL 2.29.7, the engine 2.28.9"),
-        ({"version": "2.29.7", "pins": {}}, r"NCCL_PROTO \(Simple there, unset here\)"),
-        ({"version": "2.29.7", "pins": {"NCCL_PROTO": "LL"}}, r"NCCL_PROTO \(Simple there, LL here\)"),
+        (FACTS | {"version": "2.28.9"}, "NCCL 2.29.7, the engine 2.28.9"),
+        (FACTS | {"pins": {}}, r"NCCL_PROTO \(Simple there, unset here\)"),
+        (FACTS | {"pins": {"NCCL_PROTO": "LL"}}, r"NCCL_PROTO \(Simple there, LL here\)"),
         (
-            {"version": "2.29.7", "pins": {**FACTS["pins"], "NCCL_ALGO": "ring"}},
+            FACTS | {"pins": {**FACTS["pins"], "NCCL_ALGO": "ring"}},
             r"NCCL_ALGO \(unset there, ring here\)",
         ),
     ],
@@ -212,11 +213,59 @@ def test_sides_that_differ_never_meet(
 ) -> None:
     client = lab.engine()
     sides = iter([FACTS, worker])
-    monkeypatch.setattr(nccl, "nccl_facts", lambda: next(sides))
+    monkeypatch.setattr(nccl, "nccl_facts", lambda device: next(sides))
     with pytest.raises(ConfigError, match=named):
         sender.send(client)
     assert client.calls == ["compare"]
     assert lab.groups == []
+
+
+def test_a_gpu_that_both_sides_use_is_refused(lab: Lab, sender: ModelSender, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "nccl_facts", lambda device: FACTS | {"gpu": "GPU-1"})
+    client = lab.engine()
+    with pytest.raises(ConfigError, match=r"share the GPU GPU-1.*transport='ipc'"):
+        sender.send(client)
+    assert (client.calls, lab.groups) == (["compare"], [])
+
+
+def test_what_nccl_says_when_both_cannot_meet_is_told_as_the_engines_error(
+    lab: Lab, sender: ModelSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(group: StatelessProcessGroup, device: Any) -> None:
+        raise RuntimeError("NCCL error: invalid usage")
+
+    def wait(info: Any, parallel: Any) -> None:
+        StatelessProcessGroup.create(info.master_address, info.master_port, rank=1, world_size=2)
+        time.sleep(1)
+
+    monkeypatch.setattr(nccl, "PyNcclCommunicator", refuse)
+    monkeypatch.setattr(nccl, "worker_init_process_group", wait)
+    with pytest.raises(EngineError, match="did not meet over NCCL: NCCL error: invalid usage"):
+        sender.send(lab.engine())
+
+
+def test_a_meeting_that_comes_about_too_late_changes_nothing(
+    lab: Lab, sender: ModelSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, gone, left = lab.engine(), threading.Event(), threading.Event()
+
+    def late(info: Any, parallel: Any) -> FakeCommunicator:
+        gone.wait(10)
+        left.set()
+        return FakeCommunicator(Wire(1), 1)
+
+    monkeypatch.setattr(nccl, "JOIN_DEADLINE_S", 0.2)
+    monkeypatch.setattr(nccl, "worker_init_process_group", late)
+    with pytest.raises(EngineError, match="did not meet"):
+        sender.send(client)
+    monkeypatch.setattr(nccl, "JOIN_DEADLINE_S", 20.0)
+    monkeypatch.setattr(nccl, "worker_init_process_group", lab.worker)
+    sender.send(client)
+    gone.set()
+    assert left.wait(5)
+    change(sender)
+    sender.send(client)
+    assert arrived(client, sender)
 
 
 def test_what_only_says_where_to_log_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,13 +274,13 @@ def test_what_only_says_where_to_log_may_differ(monkeypatch: pytest.MonkeyPatch)
             return "2.29.7"
 
     monkeypatch.setattr(nccl, "NCCLLibrary", Library)
-    plain = nccl_facts()
+    plain = nccl_facts(CPU)
     for name in ("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_LAUNCH_MODE"):
         monkeypatch.setenv(name, "1")
-    compare(plain, nccl_facts())
+    compare(plain, nccl_facts(CPU))
     monkeypatch.setenv("NCCL_NTHREADS", "1")
     with pytest.raises(ConfigError, match="NCCL_NTHREADS"):
-        compare(plain, nccl_facts())
+        compare(plain, nccl_facts(CPU))
 
 
 def test_pins_that_vllm_takes_off_for_shared_communicators_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,10 +289,10 @@ def test_pins_that_vllm_takes_off_for_shared_communicators_do_not_count(monkeypa
             return "2.29.7"
 
     monkeypatch.setattr(nccl, "NCCLLibrary", Library)
-    plain = nccl_facts()
+    plain = nccl_facts(CPU)
     monkeypatch.setenv("NCCL_PROTO", "Simple")
     monkeypatch.setattr(vllm_nccl, "_unpinned_env", {"NCCL_PROTO": None})
-    compare(plain, nccl_facts())
+    compare(plain, nccl_facts(CPU))
 
 
 def test_an_nccl_that_is_switched_off_is_told_before_anything_is_sent(
@@ -290,7 +339,7 @@ def test_an_engine_that_does_not_come_to_the_meeting_is_given_up(
     monkeypatch.setattr(nccl, "JOIN_DEADLINE_S", 0.3)
     client = lab.engine()
     gone = threading.Event()
-    monkeypatch.setattr(nccl_engine, "worker_init_process_group", lambda *_: gone.wait(10))
+    monkeypatch.setattr(nccl, "worker_init_process_group", lambda *_: gone.wait(10))
     with pytest.raises(EngineError, match=r"did not meet the (engine|trainer) within 0.3 s"):
         sender.send(client)
     gone.set()
@@ -344,6 +393,31 @@ def test_a_broadcast_that_nobody_takes_is_given_up(
     with pytest.raises(EngineError, match=r"waited 0.2 s for the (engine|trainer)"):
         sender.send(client)
     assert client.calls[-1] == "update"
+
+
+@pytest.mark.parametrize("at", ["start", "finish"])
+def test_an_update_that_cannot_begin_or_end_closes_the_connection(
+    lab: Lab, sender: ModelSender, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise EngineError("not now")
+
+    client = lab.engine()
+    with monkeypatch.context() as patch, pytest.raises(EngineError, match="not now"):
+        patch.setattr(client, f"{at}_weight_update", refuse)
+        sender.send(client)
+    assert lab.groups[0].aborted.is_set()
+    change(sender)
+    sender.send(client)
+    assert arrived(client, sender)
+
+
+def test_the_time_for_a_transfer_grows_with_it() -> None:
+    group = nccl.WatchedCommunicator(FakeCommunicator(Wire(1), 0))
+    with nccl.watched(group, int(16e9), "the engine"):
+        timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    assert [timer.interval for timer in timers] == [21.0]
+    assert not group.disabled
 
 
 def test_a_broadcast_after_the_end_raises_instead_of_moving_nothing() -> None:

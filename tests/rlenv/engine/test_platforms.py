@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -39,8 +40,12 @@ def test_rocm_computes_one_request_at_a_time_and_nine_in_ten_must_match() -> Non
     assert rules.bar == 0.9
 
 
-def test_this_machine_is_a_cpu_which_has_none_of_it() -> None:
-    assert current_platform() == ("cpu", None)
+def test_this_machine_is_what_torch_was_built_for() -> None:
+    built_for = "cuda" if torch.version.cuda else "rocm" if torch.version.hip else "cpu"
+    assert current_platform()[0] == built_for
+
+
+def test_a_cpu_has_none_of_it() -> None:
     with pytest.raises(ConfigError, match="leave it out on a CPU"):
         engine_settings(default_model(), device="cpu", batch_invariant=True)
 

@@ -12,7 +12,7 @@ import pytest
 from rlenv.engine.base import Manifest, TensorDigest, WeightSyncClient
 from rlenv.engine.transfer import update
 from rlenv.engine.transfer.update import WeightUpdater
-from rlenv.errors import EngineError, WeightUpdateError
+from rlenv.errors import ConfigError, EngineError, LearnerError, WeightUpdateError
 
 HELD = {"checkpoint": [["w", "w", "float32", [2], "0"]], "constant": []}
 INFO = {"names": ["w"], "shapes": [[2]]}
@@ -130,6 +130,38 @@ def test_sender_that_hangs_with_half_an_update_loaded_is_tried_again() -> None:
     assert "the transfer took over" in str(refused(control, Sender("finish")))
     assert control.calls.count("start_weight_update") == 2
     assert control.calls[-2:] == ["drop_all", "release"]
+
+
+@pytest.mark.parametrize("error", [ConfigError("NCCL is pinned otherwise"), LearnerError("the learner is gone")])
+def test_second_attempt_that_cannot_even_begin_leaves_no_engine_paused_with_half_an_update(error: Exception) -> None:
+    class Broken(Sender):
+        """Breaks in mid-transfer, and then cannot reach the engine at all."""
+
+        attempts = 0
+
+        def send(self, client: WeightSyncClient) -> Manifest:
+            self.attempts += 1
+            if self.attempts == 2:
+                raise error
+            client.start_weight_update()
+            client.update_weights(INFO)
+            raise ConnectionError("the connection broke")
+
+    control = Control()
+
+    async def scenario() -> None:
+        updater = WeightUpdater(control)
+        updater.started([HELD])
+        with pytest.raises(type(error), match=str(error)):
+            await updater.update(Broken(), 1, "keep", True)
+        assert control.calls[-2:] == ["drop_all", "release"]
+        assert isinstance(updater.condemned, WeightUpdateError) and str(error) in str(updater.condemned)
+        with pytest.raises(WeightUpdateError, match=str(error)):
+            await updater.ledger.wait({"1#2"})
+        await updater.update(Sender(), 1, "keep", True)
+        assert updater.condemned is None
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
 
 
 def test_engine_that_hangs_in_a_transfer_lets_the_sender_go() -> None:
