@@ -17,6 +17,7 @@ import tyro
 
 from rlenv.engine.base import HeadDtype, PauseMode
 from rlenv.errors import ConfigError
+from rlenv.types import Sample
 
 Mode = Literal["sync", "one-step-off", "async"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -58,6 +59,10 @@ class TrainConfig:
     """Learning rate of AdamW."""
     temperature: float = 1.0
     """Sampling temperature of training rollouts."""
+    top_p: float = 1.0
+    """Least probability of the likeliest ids that training rollouts sample from; 1 leaves all."""
+    top_k: int = 0
+    """How many of the likeliest ids training rollouts sample from; 0 leaves all."""
     max_tokens: int | None = None
     """Most ids sampled in a turn; left out, what the context leaves."""
     seed: int = 0
@@ -101,11 +106,19 @@ class TrainConfig:
             _at_least("learner_gpu", self.learner_gpu, 1)
         _positive("lr", self.lr)
         _positive("temperature", self.temperature)
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p is {self.top_p}: type --top-p with a number above 0, at most 1")
+        _at_least("top_k", self.top_k, 0)
         if self.max_tokens is not None:
             _at_least("max_tokens", self.max_tokens, 1)
         _at_least("seed", self.seed, 0)
         _at_least("eval_problems", self.eval_problems, 0)
         _at_least("eval_every", self.eval_every, 0)
+
+    @property
+    def sample(self) -> Sample:
+        """How training rollouts are sampled."""
+        return Sample(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, max_tokens=self.max_tokens)
 
     @property
     def head(self) -> HeadDtype:

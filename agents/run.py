@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -71,7 +71,7 @@ class Run:
         """Backend correctness comes before training: raises AuditError unless it is forced."""
         config = self.config
         limit = min(config.max_tokens or MAX_TOKENS, MAX_TOKENS)
-        agent = self.make_agent(Sample(temperature=config.temperature, max_tokens=limit))
+        agent = self.make_agent(replace(config.sample, max_tokens=limit))
         with self._rollouts(engine, agent, config.group_size, training(config.task)) as rollout:
             verdict = await audit(
                 _outliving(revival, rollout),
@@ -88,7 +88,7 @@ class Run:
 
     async def _train(self, engine: Engine, learner: Learner, revival: Revival, report: Report) -> None:
         config = self.config
-        agent = self._agent(config.temperature)
+        agent = self.make_agent(config.sample)
         with (
             self._rollouts(engine, agent, config.group_size, training(config.task)) as sampled,
             self._recorded(sampled, report) as rollout,

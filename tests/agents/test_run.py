@@ -85,6 +85,20 @@ def test_a_run_leaves_everything_in_its_folder(solver: ScriptedEngine, tmp_path:
     assert not (tmp_path / "run" / "error.txt").exists()
 
 
+def test_training_samples_as_it_was_told_and_an_evaluation_from_the_model_itself(
+    scripted: Start, tmp_path: Path
+) -> None:
+    seen: set[tuple[float, float, int]] = set()
+
+    def policy(prompt: tuple[int, ...], sample: Sample) -> str:
+        seen.add((sample.temperature, sample.top_p, sample.top_k))
+        return "\\boxed{1}"
+
+    settings = {"temperature": 0.7, "top_p": 0.9, "top_k": 5}
+    asyncio.run(run_of(scripted(policy), FakeLearner(), tmp_path / "run", **settings)())
+    assert seen == {(0.7, 0.9, 5), (1.0, 1.0, 0), (0.0, 1.0, 0)}
+
+
 def test_a_failed_run_names_its_error_and_keeps_the_traceback(solver: ScriptedEngine, tmp_path: Path) -> None:
     class Dies(FakeLearner):
         async def step(self, batch: Any) -> Any:
