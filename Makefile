@@ -11,8 +11,10 @@ FILLED := .venv/filled
 demo: $(FILLED)
 	$(BIN)/rlenv demo
 
+# An engine takes a core for itself, and tests on one measure how it is used: they run alone.
 test: $(FILLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 -m "not engine"
+	$(BIN)/python -m pytest -m engine
 
 test-fast: $(FILLED)
 	$(BIN)/python -m pytest -n 2 -m "not engine and not slow"

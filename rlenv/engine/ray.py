@@ -21,12 +21,12 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from rlenv.engine.base import PauseMode, UpdateReport, WeightSender
-from rlenv.engine.faces import EngineFaces
-from rlenv.engine.settings import context_of, model_folder, tokenizer_of
+from rlenv.engine.base import PauseMode
+from rlenv.engine.settings import context_of, model_folder
 from rlenv.engine.threads import in_thread
 from rlenv.engine.transfer.proof import CanaryResult, WeightRows
 from rlenv.engine.transfer.update import WeightUpdater
+from rlenv.engine.updating import UpdatingEngine
 from rlenv.engine.vllm import VLLMEngine
 from rlenv.errors import ConfigError, EngineDeadError, EngineError
 from rlenv.types import Completion, Sample
@@ -37,7 +37,7 @@ DEATH_CHECK_S = 0.2
 MAX_CALLS = 100_000  # a pause must not queue behind the requests that it is to hold
 
 
-class RayEngine(EngineFaces):
+class RayEngine(UpdatingEngine):
     """A VLLMEngine in an actor of its own, on whichever machine of the cluster has what `actor` asks for.
 
     `actor`: options of the Ray actor, such as `{"num_gpus": 1}`; `settings`: those of `VLLMEngine`. Each machine needs
@@ -61,21 +61,7 @@ class RayEngine(EngineFaces):
         self._settings = {**settings, "max_model_len": self.max_model_len}
         self._actor: Any = None
         self._lost = False  # whether the actor, or vLLM in it, ended by itself
-        try:
-            self.start(self._open()).result()
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def tokenizer(self) -> Any:
-        """The transformers tokenizer of `model`."""
-        return tokenizer_of(self.model)
-
-    @property
-    def weight_version(self) -> int:
-        """The version of the weights that serve now."""
-        return self._updater.version
+        self._open_or_close()
 
     def progress(self) -> dict[str, int]:
         """How many ids each request in flight has sampled so far, by the caller's request id."""
@@ -124,24 +110,10 @@ class RayEngine(EngineFaces):
     async def _abort(self, request_ids: frozenset[str] | None) -> None:
         await self._ask("call", "_abort", request_ids)
 
-    async def _pause(self, mode: PauseMode, clear_cache: bool) -> None:
-        await self.hold(mode, clear_cache)
-
-    async def _resume(self) -> None:
-        await self.release()
-
     async def _is_paused(self) -> bool:
         return bool(await self._ask("call", "_is_paused"))
 
     # ------------------------------------------------------------------ weights
-
-    async def _update_weights(
-        self, sender: WeightSender, version: int, mode: PauseMode, clear_cache: bool
-    ) -> UpdateReport:
-        return await self._updater.update(sender, version, mode, clear_cache)
-
-    async def _proven(self, labels: frozenset[str]) -> None:
-        await self._updater.ledger.wait(labels)
 
     async def hold(self, mode: PauseMode, clear_cache: bool) -> None:
         await self._ask("call", "hold", mode, clear_cache)

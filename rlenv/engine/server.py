@@ -16,14 +16,14 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from rlenv.engine.base import PauseMode, UpdateReport, WeightSender
-from rlenv.engine.faces import EngineFaces
+from rlenv.engine.base import PauseMode
 from rlenv.engine.http import CONNECT_S
 from rlenv.engine.remote import Answer, RemoteVLLM, canaries
 from rlenv.engine.requests import finish_reason, sampling_fields, version_spans
-from rlenv.engine.settings import end_ids, tokenizer_of
+from rlenv.engine.settings import end_ids
 from rlenv.engine.transfer.proof import CanaryResult, WeightRows
 from rlenv.engine.transfer.update import WeightUpdater
+from rlenv.engine.updating import UpdatingEngine
 from rlenv.errors import ConfigError, EngineDeadError, EngineError, RlenvError
 from rlenv.render import text_of
 from rlenv.types import Completion, Sample
@@ -44,7 +44,7 @@ class _Running:
     answered: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class ServerEngine(EngineFaces):
+class ServerEngine(UpdatingEngine):
     """The engine of the vLLM server at `url`; the weights that it holds at this moment are version 0.
 
     `token` is the server's API key; `model` the folder of its tokenizer, where the server's own name for its model
@@ -67,21 +67,7 @@ class ServerEngine(EngineFaces):
         self._weight_calls: set[asyncio.Task[Any] | None] = set()  # they keep the engine from answering others
         self._labels: frozenset[str] = frozenset()  # what the server may say that it serves
         self._heart: asyncio.Task[None] | None = None
-        try:
-            self.start(self._open()).result()
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def tokenizer(self) -> Any:
-        """The transformers tokenizer of `model`."""
-        return tokenizer_of(self.model)
-
-    @property
-    def weight_version(self) -> int:
-        """The version of the weights that serve now."""
-        return self._updater.version
+        self._open_or_close()
 
     # ------------------------------------------------------------------ connection
 
@@ -210,9 +196,6 @@ class ServerEngine(EngineFaces):
         await self.hold(mode, clear_cache)
         self._held_back = True
 
-    async def _resume(self) -> None:
-        await self.release()
-
     async def _is_paused(self) -> bool:
         return await self._ask(self._remote.is_paused())
 
@@ -237,14 +220,6 @@ class ServerEngine(EngineFaces):
         await self._ask(self._remote.resume())
 
     # ------------------------------------------------------------------ weights
-
-    async def _update_weights(
-        self, sender: WeightSender, version: int, mode: PauseMode, clear_cache: bool
-    ) -> UpdateReport:
-        return await self._updater.update(sender, version, mode, clear_cache)
-
-    async def _proven(self, labels: frozenset[str]) -> None:
-        await self._updater.ledger.wait(labels)
 
     async def drop_all(self) -> None:
         await self._abort(None)

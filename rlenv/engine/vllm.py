@@ -12,15 +12,15 @@ import os
 from typing import Any
 
 from rlenv.engine.backend import Backend
-from rlenv.engine.base import PauseMode, UpdateReport, WeightSender
-from rlenv.engine.faces import EngineFaces
+from rlenv.engine.base import PauseMode
 from rlenv.engine.process import VLLMProcesses, VLLMStart, check_plugin
 from rlenv.engine.requests import canary_fields, canary_length, finish_reason, sampling_fields, version_spans
-from rlenv.engine.settings import GPUTransport, RanksBackend, end_ids, engine_settings, tokenizer_of
+from rlenv.engine.settings import GPUTransport, RanksBackend, end_ids, engine_settings
 from rlenv.engine.threads import in_thread
 from rlenv.engine.transfer.plugin import EXTENSION
 from rlenv.engine.transfer.proof import CanaryResult, WeightRows, canary_prompt
 from rlenv.engine.transfer.update import WeightUpdater
+from rlenv.engine.updating import UpdatingEngine
 from rlenv.errors import ConfigError, EngineDeadError, EngineError
 from rlenv.render import text_of
 from rlenv.types import Completion, Sample
@@ -28,7 +28,7 @@ from rlenv.types import Completion, Sample
 DEATH_CHECK_S = 0.2
 
 
-class VLLMEngine(EngineFaces):
+class VLLMEngine(UpdatingEngine):
     """One vLLM engine for the model in folder `model`, shared by every caller in this process.
 
     `dtype`: float32 on a CPU, bfloat16 on a GPU unless said otherwise. `device`: "cpu", "cuda", or what vLLM was
@@ -88,21 +88,7 @@ class VLLMEngine(EngineFaces):
         self._running: dict[str, str] = {}  # vLLM's request id → the caller's
         self._processes: VLLMProcesses | None = None
         self._starting: VLLMStart | None = None
-        try:
-            self.start(self._open()).result()
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def tokenizer(self) -> Any:
-        """The transformers tokenizer of `model`."""
-        return tokenizer_of(self.model)
-
-    @property
-    def weight_version(self) -> int:
-        """The version of the weights that serve now."""
-        return self._updater.version
+        self._open_or_close()
 
     async def _open(self) -> None:
         self._updater = WeightUpdater(self)
@@ -196,12 +182,6 @@ class VLLMEngine(EngineFaces):
 
     # ------------------------------------------------------------------ pause and resume
 
-    async def _pause(self, mode: PauseMode, clear_cache: bool) -> None:
-        await self.hold(mode, clear_cache)
-
-    async def _resume(self) -> None:
-        await self.release()
-
     async def _is_paused(self) -> bool:
         return bool(await self._llm.is_paused())
 
@@ -217,14 +197,6 @@ class VLLMEngine(EngineFaces):
         await self._llm.resume_generation()
 
     # ------------------------------------------------------------------ weights
-
-    async def _update_weights(
-        self, sender: WeightSender, version: int, mode: PauseMode, clear_cache: bool
-    ) -> UpdateReport:
-        return await self._updater.update(sender, version, mode, clear_cache)
-
-    async def _proven(self, labels: frozenset[str]) -> None:
-        await self._updater.ledger.wait(labels)
 
     async def drop_all(self) -> None:
         await self._abort(None)
