@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -39,6 +40,10 @@ from rlenv.types import Group, Sample
 Layer = Literal["semantic", "inference path", "objective"]
 GROUP_SIZE = 8
 GROUPS_AT_ONCE = 8
+
+
+def _silence(phase: str) -> None:
+    """Nobody wants to be told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,35 +77,44 @@ class AuditResult:
         return self.verdict.passed and not self.blamed
 
 
-def audit(config: AuditConfig) -> AuditResult:
-    """Start an engine and a learner, measure, and end both. Raises ConfigError, EngineError or GroupError."""
+def audit(config: AuditConfig, tell: Callable[[str], None] = _silence) -> AuditResult:
+    """Start an engine and a learner, measure, and end both; `tell` is told of each phase as it begins.
+
+    Raises ConfigError, EngineError or GroupError.
+    """
     model = config.model or default_model()
     device = None if config.device == "auto" else config.device
+    tell("starting the engine")
     with VLLMEngine(model, device=device, seed=config.seed, backend=config.backend) as engine:
         learner = learner_of(config, engine)
-        result = asyncio.run(audit_parts(engine, learner, config))
+        result = asyncio.run(audit_parts(engine, learner, config, tell))
     if config.full:
-        result = replace(result, findings=result.findings + tuple(_restarts(config, model, learner)))
+        result = replace(result, findings=result.findings + tuple(_restarts(config, model, learner, tell)))
     return result
 
 
-async def audit_parts(engine: VLLMEngine, learner: Learner, config: AuditConfig) -> AuditResult:
+async def audit_parts(
+    engine: VLLMEngine, learner: Learner, config: AuditConfig, tell: Callable[[str], None] = _silence
+) -> AuditResult:
     """Audit these two, which hold the same weights now, and hold them again in the end."""
     learner.version = engine.weight_version
     probes = Probes(engine, learner, config.seed)
     before = {name: value.clone() for name, value in learner.model.state_dict().items()}
+    tell(f"sampling {config.tokens} ids on {config.task}")
     batch = await _sampled(engine, config)
 
     async def values(batch: Batch, scoring: Scoring) -> FloatArray:
         return learner.score(batch, scoring)
 
+    tell(f"scoring {batch.live_tokens} ids by each distribution that they may be of")
     verdict = await diagnose(batch, values, learner.config.scoring, engine.dtype)
     proof = engine.proof
     engine.proof = proof and verdict.mismatch.within(engine.dtype)  # no canary would pass over such a gap
-    findings = [*_semantic(verdict), *await _paths(probes, engine.dtype, config)]
+    findings = [*_semantic(verdict), *await _paths(probes, engine.dtype, config, tell)]
     learner.model.load_state_dict(before)
     await probes.update("keep", True)
     engine.proof = proof
+    tell("one optimizer step")
     learner.step(batch)
     stale = measure(batch.behaviour[batch.live], learner.score(batch))
     learner.model.load_state_dict(before)
@@ -123,9 +137,10 @@ def _semantic(verdict: Verdict) -> list[Finding]:
     ]
 
 
-async def _paths(probes: Probes, dtype: str, config: AuditConfig) -> list[Finding]:
+async def _paths(probes: Probes, dtype: str, config: AuditConfig, tell: Callable[[str], None]) -> list[Finding]:
     engine, usual = probes.engine, (probes.engine.salted, probes.engine.proof)
     prompts = probes.prompts(TOGETHER)
+    tell("prompts computed fresh, found in the cache, and alone in the batch")
     cold = await probes.together(prompts)
 
     def finding(cause: str, here: Mismatch | None, mend: str, alone: Mismatch | None = None) -> Finding:
@@ -133,7 +148,9 @@ async def _paths(probes: Probes, dtype: str, config: AuditConfig) -> list[Findin
         return Finding("inference path", cause, here, alone, mend, blamed)
 
     cached, alone = await probes.together(prompts), await probes.alone(probes.prompts(ALONE))
+    tell("a weight update under requests in flight")
     swap = await probes.swap(prompts, config.pause, config.clear_cache)
+    tell("the same with stale keys and values, then with a stale prefix cache")
     engine.salted, engine.proof = True, False
     stale_kv = (await probes.swap(prompts, "keep", False)).in_flight
     engine.salted = False
@@ -150,7 +167,7 @@ async def _paths(probes: Probes, dtype: str, config: AuditConfig) -> list[Findin
     ]
 
 
-def _restarts(config: AuditConfig, model: str, learner: Learner) -> list[Finding]:
+def _restarts(config: AuditConfig, model: str, learner: Learner, tell: Callable[[str], None]) -> list[Finding]:
     """What an engine decides at its start, switched alone: scheduling and prefill the other way round, a bf16 head."""
     cuda = learner.config.device == "cuda"
     variants = {
@@ -161,6 +178,7 @@ def _restarts(config: AuditConfig, model: str, learner: Learner) -> list[Finding
     }
     findings = []
     for name, backend in variants.items():
+        tell(f"another engine: {name}")
         with VLLMEngine(model, device=learner.config.device, seed=config.seed, backend=backend) as engine:
             batch = asyncio.run(_sampled(engine, replace(config, temperature=1.0, top_p=1.0, top_k=0)))
         scorings = {name: Scoring()}

@@ -88,7 +88,15 @@ def audit(config: Annotated[AuditConfig, tyro.conf.arg(name="")]) -> int:
     from rlenv.agents.audit import audit as measure
 
     rlenv.spec(config.task)
-    result = measure(config)
+    errors = Console(stderr=True)
+    with errors.status("") as status:
+
+        def tell(phase: str) -> None:
+            status.update(phase)
+            if not errors.is_terminal:
+                errors.print(phase)
+
+        result = measure(config, tell)
     audit_report.show(result, Console())
     if config.out:
         audit_report.write(result, Path(config.out))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterator
@@ -13,9 +14,11 @@ from rich.console import Console
 
 from benchmarks.audit_cases import CASES, RAW, RIGHT, Case, audited, by_engine
 from benchmarks.faults import FaultyEngine
+from rlenv.agents import audit as audit_module
 from rlenv.agents import audit_report
 from rlenv.agents.audit import AuditResult
 from rlenv.agents.audit_config import AuditConfig
+from rlenv.agents.cli import main
 from rlenv.engine.backend import Backend
 from rlenv.engine.vllm import VLLMEngine
 from rlenv.errors import ConfigError
@@ -72,6 +75,21 @@ def test_the_table_is_read_at_eighty_columns(vllm_engine: FaultyEngine) -> None:
     text = console.export_text()
     assert "FAILED" in text and "learner's temperature: the learner does not divide its logits by it" in text
     assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_the_command_tells_what_it_does_and_writes_what_it_found(
+    vllm_engine: FaultyEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blamed(vllm_engine, RIGHT)  # leaves the shipped weights on the engine that is shared
+    AcceleratorState._reset_state(reset_partial_state=True)
+    monkeypatch.setattr(audit_module, "VLLMEngine", lambda *_, **__: contextlib.nullcontext(vllm_engine))
+    assert main(["audit", "--tokens", "300", "--max-tokens", "32", "--out", str(tmp_path)]) == 0
+    output, told = capsys.readouterr()
+    assert "passed: numerics explain what is left" in output
+    phases = ["starting the engine", "sampling 300 ids on math-v0", "a weight update under requests in flight"]
+    places = [told.find(phase) for phase in phases]
+    assert places == sorted(places) and -1 not in places
+    assert json.loads((tmp_path / "audit.json").read_text())["settings"]["tokens"] == 300
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"tokens": 0}, {"max_tokens": 0}])
