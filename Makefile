@@ -13,11 +13,11 @@ demo: $(FILLED)
 
 # An engine takes a core for itself, and tests on one measure how it is used: they run alone.
 test: $(FILLED)
-	$(BIN)/python -m pytest -n 2 -m "not engine"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not engine"
 	$(BIN)/python -m pytest -m engine
 
 test-fast: $(FILLED)
-	$(BIN)/python -m pytest -n 2 -m "not engine and not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not engine and not slow"
 
 lint: $(FILLED)
 	$(BIN)/ruff check .

@@ -124,8 +124,14 @@ class FaultyEngine(VLLMEngine):
         return "same" if self.broken == "keeps its prefix cache" else super().salt(label)
 
     async def break_worker(self, how: str = "", tensor: str = "") -> None:
-        call = self._llm.collective_rpc("rlenv_break", args=(how, tensor))
-        await asyncio.wrap_future(self.start(call))
+        await self._call_worker("rlenv_break", how, tensor)
+
+    async def slow_worker(self, seconds: float) -> None:
+        """Let each of its steps take so much longer."""
+        await self._call_worker("rlenv_slow", str(seconds))
+
+    async def _call_worker(self, method: str, *arguments: str) -> None:
+        await asyncio.wrap_future(self.start(self._llm.collective_rpc(method, args=arguments)))
 
 
 class FaultySender(ModelSender):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,7 +24,6 @@ from rlenv.engine.server import ServerEngine
 from rlenv.engine.serving import Server, serve
 from rlenv.engine.transfer.plugin import SHARED_MEMORY
 from rlenv.engine.transfer.sender import ModelSender
-from rlenv.engine.vllm import VLLMEngine
 from rlenv.models import default_model
 from rlenv.render import Renderer
 from rlenv.types import Sample
@@ -58,7 +59,15 @@ THINKING = """
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
+IMPORTS_VLLM = re.compile(r"^(from|import) vllm", re.MULTILINE)
 CORPUS = ["user assistant system abc abc abcabc the answer is 42\n", "Question: what is 12 + 30?\n\nAnswer: 42 ok ok"]
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The fast tier does without vLLM, whose import takes longer than a hundred tests."""
+    if "not slow" in config.option.markexpr and collection_path.suffix == ".py":
+        return True if IMPORTS_VLLM.search(collection_path.read_text()) else None
+    return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -226,8 +235,10 @@ def server_case(server_engine: FaultyServerEngine) -> EngineCase:
 
 @pytest.fixture(scope="session")
 def vllm_group() -> Iterator[EngineGroup]:
-    """Two real engines, a core each, started once."""
-    engines = [VLLMEngine(default_model(), device="cpu", max_model_len=256, cpu_cores=core) for core in "01"]
+    """Two real engines, a core each, started once. An update takes one after the other: none may end before it."""
+    engines = [FaultyEngine(default_model(), device="cpu", max_model_len=256, cpu_cores=core) for core in "01"]
+    for engine in engines:
+        asyncio.run(engine.slow_worker(0.004))
     with EngineGroup(engines) as group:
         case = _shipped_model_on(group)
         first = [group.submit(case.prompt_ids, Sample(max_tokens=50)) for _ in range(8)]

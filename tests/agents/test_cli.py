@@ -118,7 +118,7 @@ class Command:
         return [process for process in self.family if _is_alive(process)]
 
     def remains(self) -> list[object]:
-        return [*self.survivors(), *filter(Path.exists, self.shared | self.scratch)]
+        return [*self.survivors(), *filter(Path.exists, self.shared)]
 
     def assert_gone(self) -> None:
         assert self.family, "a run has processes of its own"
@@ -268,4 +268,5 @@ def test_a_killed_run_leaves_no_process_and_no_shared_memory(start: Start) -> No
     command.process.kill()
     command.process.communicate(timeout=END_S)
     command.assert_gone()
+    assert not any(map(Path.exists, command.scratch))
     assert command.summary()["status"] == "running"

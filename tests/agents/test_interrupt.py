@@ -53,6 +53,7 @@ def test_one_signal_lets_the_cleanup_run(tmp_path: Path, number: int, status: in
     assert run.returncode == status and output.strip() == "cleaned" and not child.is_running()
 
 
+@pytest.mark.slow
 def test_a_second_signal_does_not_wait_for_a_cleanup_that_hangs(tmp_path: Path) -> None:
     run, child = started(tmp_path, "__import__('time').sleep(600)")
     run.send_signal(signal.SIGINT)

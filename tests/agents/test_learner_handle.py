@@ -139,6 +139,7 @@ def test_a_learner_in_its_own_process_learns_to_prefer_a_token(shared: Shared) -
     assert chances[0] < 0.2 and chances[-1] > 0.9, chances
 
 
+@pytest.mark.slow
 def test_launcher_variables_do_not_reach_the_process(shared: Shared) -> None:
     assert os.environ["WORLD_SIZE"] == "4"
     assert shared.step().version == shared.learner.version
@@ -192,12 +193,14 @@ def test_a_setting_that_cannot_work_is_told_without_a_traceback(shared: Shared) 
         shared.learner.send(RecordingClient())
 
 
+@pytest.mark.slow
 def test_the_first_core_is_left_to_the_engine(shared: Shared) -> None:
     cores = sorted(os.sched_getaffinity(0))
     shared.order("cores")
     assert list(shared.learner.send(RecordingClient())) == [",".join(map(str, cores[1:] or cores))]
 
 
+@pytest.mark.slow
 def test_a_call_that_a_sender_leaves_behind_does_not_take_the_next_requests_answer(shared: Shared) -> None:
     class Slow(RecordingClient):
         def update_weights(self, update_info: Any) -> None:
@@ -214,11 +217,13 @@ def test_a_call_that_a_sender_leaves_behind_does_not_take_the_next_requests_answ
     shared.step()
 
 
+@pytest.mark.slow
 def test_the_sender_is_told_which_engine_it_sends_to(shared: Shared) -> None:
     shared.order("peer")
     assert list(shared.learner.send(RecordingClient())) == [repr(RecordingClient.peer)]
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_the_hosts_to_handle(shared: Shared) -> None:
     asyncio.run(shared.learner.ready())
     os.kill(shared.learner.pid, signal.SIGINT)

@@ -46,7 +46,7 @@ def group_of(scripted: Scripted, make: Callable[[], Any], path: Path, **options:
     return read
 
 
-@pytest.mark.parametrize("task", ["math-v0", "math-retry-v0", "word-problems-v0"])
+@pytest.mark.parametrize("task", ["math-v0", "math-retry-v0", pytest.param("word-problems-v0", marks=pytest.mark.slow)])
 def test_a_task_answers_a_recorded_episode_as_it_did(scripted: Scripted, tmp_path: Path, task: str) -> None:
     group = group_of(scripted, lambda: rlenv.make(task, split="eval"), tmp_path, options={"index": 2})
     for row in group.trajectories:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ENGINES = [
     "scripted_case",
-    "group_case",
+    pytest.param("group_case", marks=pytest.mark.slow),
     *(pytest.param(f"{kind}_case", marks=pytest.mark.engine) for kind in ("vllm", "server", "vllm_group", "ray")),
 ]
 GREEDY = Sample(temperature=0.0, max_tokens=12, ignore_eos=True)

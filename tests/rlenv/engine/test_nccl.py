@@ -29,6 +29,8 @@ from rlenv.engine.transfer.sender import ModelSender
 from rlenv.errors import ConfigError, EngineDeadError, EngineError
 from tests.rlenv.engine.fake_nccl import FakeCommunicator, Wire, consume, produce
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 FACTS: dict[str, Any] = {"version": "2.29.7", "pins": {"NCCL_PROTO": "Simple"}, "gpu": None}
 

@@ -15,6 +15,8 @@ from rlenv.engine.settings import engine_settings
 from rlenv.errors import ConfigError
 from rlenv.models import default_model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0)])
 def test_gpus_from_hopper_on_are_batch_invariant_to_the_bit(capability: tuple[int, int]) -> None:

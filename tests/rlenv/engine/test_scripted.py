@@ -229,6 +229,7 @@ def test_closed_engine_is_garbage(char_tokenizer: Any) -> None:
     assert gone() is None
 
 
+@pytest.mark.slow
 def test_interpreter_exits_with_an_engine_left_open() -> None:
     code = """
 from tokenizers import Tokenizer, models
