@@ -11,10 +11,8 @@ FILLED := .venv/filled
 demo: $(FILLED)
 	$(BIN)/rlenv demo
 
-# An engine takes a core for itself, and tests on one measure how it is used: they run alone.
 test: $(FILLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not engine"
-	$(BIN)/python -m pytest -m engine
+	$(BIN)/python -m pytest
 
 test-fast: $(FILLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not engine and not slow"
