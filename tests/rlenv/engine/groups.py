@@ -31,6 +31,10 @@ class Failing(ScriptedEngine):
         await self._fault("pause")
         await super()._pause(mode, clear_cache)
 
+    async def _abort(self, request_ids: frozenset[str] | None) -> None:
+        await self._fault("abort")
+        await super()._abort(request_ids)
+
     async def _update_weights(
         self, sender: WeightSender, version: int, mode: PauseMode, clear_cache: bool
     ) -> UpdateReport:

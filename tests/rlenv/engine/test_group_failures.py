@@ -230,7 +230,6 @@ def test_request_aborted_while_its_engine_fails_comes_back_as_aborted(group_of: 
 
     async def scenario() -> Completion:
         first.hangs = "abort"
-        first._abort = lambda ids: first._fault("abort")  # type: ignore[method-assign]
         await asyncio.wait_for(group.abort(["a"]), 2)
         return await asyncio.wait_for(asyncio.wrap_future(waiting), 2)
 

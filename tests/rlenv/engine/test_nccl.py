@@ -35,6 +35,13 @@ CPU = torch.device("cpu")
 FACTS: dict[str, Any] = {"version": "2.29.7", "pins": {"NCCL_PROTO": "Simple"}, "gpu": None}
 
 
+class Library:
+    """An NCCL that loads."""
+
+    def ncclGetVersion(self) -> str:
+        return "2.29.7"
+
+
 class Model(torch.nn.Module):
     """Two weights, one of which does not fit into a buffer with the other."""
 
@@ -52,7 +59,8 @@ class Worker(MeetingNCCLWeightTransferEngine):
         model: Any = SimpleNamespace(load_weights=self.load)
         parallel: Any = SimpleNamespace(data_parallel_index=rank, world_size=1, rank=0)
         config: Any = SimpleNamespace(parallel_config=parallel, model_config=None)
-        super().__init__(SimpleNamespace(backend=NCCL), config, CPU, model)  # type: ignore[arg-type]
+        transfer: Any = SimpleNamespace(backend=NCCL)
+        super().__init__(transfer, config, CPU, model)
 
     def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         self.got.update({name: tensor.clone() for name, tensor in weights})
@@ -271,10 +279,6 @@ def test_a_meeting_that_comes_about_too_late_changes_nothing(
 
 
 def test_what_only_says_where_to_log_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Library:
-        def ncclGetVersion(self) -> str:
-            return "2.29.7"
-
     monkeypatch.setattr(nccl, "NCCLLibrary", Library)
     plain = nccl_facts(CPU)
     for name in ("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_LAUNCH_MODE"):
@@ -286,10 +290,6 @@ def test_what_only_says_where_to_log_may_differ(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_pins_that_vllm_takes_off_for_shared_communicators_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Library:
-        def ncclGetVersion(self) -> str:
-            return "2.29.7"
-
     monkeypatch.setattr(nccl, "NCCLLibrary", Library)
     plain = nccl_facts(CPU)
     monkeypatch.setenv("NCCL_PROTO", "Simple")
