@@ -2,7 +2,8 @@
 
     python -m benchmarks.swap --device cpu --out swap.json
     python -m benchmarks.swap --engine server               # or group, ranks (data-parallel), or ray
-    python -m benchmarks.swap --device cuda --transport nccl   # two GPUs: the learner's is the second
+    python -m benchmarks.swap --device cuda --transport nccl   # the learner's GPU is the second, if there is one
+    python -m benchmarks.swap --model FOLDER               # before and after a few optimizer steps, not random weights
 
 The scenario of vLLM's public asynchronous RL example: 13 greedy prompts are in flight; once a request beside them has
 sampled its `--threshold` tokens the engine is paused (keep), other weights are transferred, it resumes, and each
@@ -14,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from rlenv.engine.ray import RayEngine
 
 QUESTIONS = [f"What is {17 + 5 * i}+{83 - 4 * i}? Put the answer in \\boxed{{}}." for i in range(13)]
+STEPS, LR = 3, 1e-4
 SHAPES = {
     "tiny": {},  # the shipped model's
     "0.6b": {
@@ -80,8 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
-        old, new = (make_model(f"{folder}/{name}", arguments, seed) for name, seed in (("old", 1), ("new", 2)))
-        swaps, report = asyncio.run(run(arguments, old, new))
+        swaps, report = asyncio.run(run(arguments, *make_models(folder, arguments)))
     result = summarise(arguments, swaps, report)
     if arguments.out:
         Path(arguments.out).write_text(json.dumps(result, indent=2) + "\n")
@@ -106,7 +109,7 @@ async def run(arguments: argparse.Namespace, old: str, new: str) -> tuple[list[S
         prompts = _prompts(engine)
         unswapped = await _generate(engine, prompts, greedy)
         if arguments.transport == "nccl":
-            _pin_nccl()
+            _be_another_rank()
         parts: Any = engine.engines if isinstance(engine, EngineGroup) else (engine,)
         sender = ModelSender(_load(new, arguments), backend=parts[0].transport, dtype=parts[0].dtype)
         requests = [asyncio.create_task(engine.generate(p, greedy, request_id=f"r{i}")) for i, p in enumerate(prompts)]
@@ -173,6 +176,37 @@ ENGINES: dict[str, Callable[[argparse.Namespace, str], AbstractContextManager[En
 }
 
 
+def make_models(folder: str, arguments: argparse.Namespace) -> tuple[str, str]:
+    """Folders of the weights before and after: of a model and what a few steps make of it, or of two seeds."""
+    if arguments.model is None:
+        return make_model(f"{folder}/old", arguments, seed=1), make_model(f"{folder}/new", arguments, seed=2)
+    return train_model(folder, arguments)
+
+
+def train_model(folder: str, arguments: argparse.Namespace) -> tuple[str, str]:
+    """A pretrained model, and the same after `STEPS` steps of AdamW on the likelihood of the prompts."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    model: Any = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    prompts = [torch.tensor([_prompt(Renderer(tokenizer), question)]) for question in QUESTIONS]
+
+    def save(name: str) -> str:
+        copy.deepcopy(model).to(_dtype(arguments)).save_pretrained(f"{folder}/{name}")
+        tokenizer.save_pretrained(f"{folder}/{name}")
+        return f"{folder}/{name}"
+
+    old = save("old")
+    for _ in range(STEPS):
+        for prompt in prompts:
+            (model(prompt, labels=prompt).loss / len(prompts)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return old, save("new")
+
+
 def make_model(folder: str, arguments: argparse.Namespace, seed: int) -> str:
     """Random weights of the chosen shape, with the shipped tokenizer."""
     import torch
@@ -192,6 +226,9 @@ def make_model(folder: str, arguments: argparse.Namespace, seed: int) -> str:
 
 
 def summarise(arguments: argparse.Namespace, swaps: Sequence[Swap], report: UpdateReport) -> dict[str, Any]:
+    random = arguments.model is None
+    unread = () if random else ("shape", "std")
+    trained = {} if random else {"model": Path(arguments.model).name, "steps": STEPS, "lr": LR}
     return {
         "exact": sum(swap.exact for swap in swaps),
         "total": len(swaps),
@@ -201,7 +238,8 @@ def summarise(arguments: argparse.Namespace, swaps: Sequence[Swap], report: Upda
         "new_tokens": [len(swap.new_ids) for swap in swaps],
         "equal_tokens": [swap.equal_tokens for swap in swaps],
         "old_exact": sum(swap.old_ids == swap.unswapped_ids[: len(swap.old_ids)] for swap in swaps),
-        "settings": {key: value for key, value in vars(arguments).items() if key != "out"},
+        "settings": {key: value for key, value in vars(arguments).items() if key not in ("out", "model", *unread)}
+        | trained,
         "update": asdict(report),
         "hardware": hardware(arguments.device),
         "versions": versions(),
@@ -210,7 +248,7 @@ def summarise(arguments: argparse.Namespace, swaps: Sequence[Swap], report: Upda
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
     gpu = {"batch_invariant": True, "transport": arguments.transport} if arguments.device == "cuda" else {}
-    return {"device": arguments.device, "max_model_len": 1024, **gpu}
+    return {"device": arguments.device, **gpu}
 
 
 async def _generate(engine: Engine, prompts: Sequence[Sequence[int]], sample: Sample) -> list[Completion]:
@@ -219,7 +257,11 @@ async def _generate(engine: Engine, prompts: Sequence[Sequence[int]], sample: Sa
 
 def _prompts(engine: Engine) -> list[list[int]]:
     renderer = Renderer(engine.tokenizer)
-    return [renderer.start([{"role": "user", "content": question}]) for question in QUESTIONS]
+    return [_prompt(renderer, question) for question in QUESTIONS]
+
+
+def _prompt(renderer: Renderer, question: str) -> list[int]:
+    return renderer.start([{"role": "user", "content": question}])
 
 
 def _split(completion: Completion) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -229,18 +271,26 @@ def _split(completion: Completion) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return completion.token_ids[:border], completion.token_ids[border:]
 
 
-def _pin_nccl() -> None:
-    """As a batch-invariant engine does, and after it has: it would take our pins for what it was started with."""
+def _be_another_rank() -> None:
+    """Pin NCCL as a batch-invariant engine does, and after it has: it would take ours for what it was started with.
+
+    With one GPU alone this process is another host to NCCL, which then takes the network's way from it to the engine.
+    """
+    import torch
     from vllm.model_executor.determinism.batch_invariant import override_envs_for_invariance
 
     override_envs_for_invariance()
+    if torch.cuda.device_count() == 1:
+        os.environ["NCCL_HOSTID"] = "learner"
 
 
 def _load(folder: str, arguments: argparse.Namespace) -> Any:
+    import torch
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=_dtype(arguments))
-    return model.to("cuda:1" if arguments.transport == "nccl" else arguments.device)
+    apart = arguments.transport == "nccl" and torch.cuda.device_count() > 1
+    return model.to("cuda:1" if apart else arguments.device)
 
 
 def _dtype(arguments: argparse.Namespace) -> Any:
@@ -255,6 +305,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--engine", choices=tuple(ENGINES), default="vllm")
     parser.add_argument("--transport", choices=("ipc", "nccl", "shm"), default=None, help="on GPUs; default: ipc")
     parser.add_argument("--shape", choices=tuple(SHAPES), default=None, help="default: tiny on a CPU, 0.6b on a GPU")
+    parser.add_argument("--model", help="folder of a model to train a little, in place of random weights of a shape")
     parser.add_argument("--tokens", type=int, default=200, help="tokens a request")
     parser.add_argument("--threshold", type=int, default=40, help="swap once a request beside them has sampled so many")
     parser.add_argument("--std", type=float, default=None, help="of the random weights; default: 0.08 tiny, 0.03 0.6b")

@@ -125,7 +125,7 @@ class MeetingNCCLWeightTransferEngine(NCCLWeightTransferEngine):
 
 
 def nccl_facts(device: torch.device) -> dict[str, Any]:
-    """NCCL's version, what pins it in this process, and which GPU `device` is.
+    """NCCL's version, what pins it in this process, which GPU `device` is, and the host that NCCL takes this one for.
 
     Raises ConfigError if vLLM's NCCL would switch itself off.
     """
@@ -138,12 +138,16 @@ def nccl_facts(device: torch.device) -> dict[str, Any]:
     with unpinned_nccl_env():  # as vLLM makes the communicator that both sides share
         pins = {name: value for name, value in os.environ.items() if _is_pin(name)}
     gpu = None if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
-    return {"version": version, "pins": pins, "gpu": gpu}
+    return {"version": version, "pins": pins, "gpu": gpu, "host": os.environ.get("NCCL_HOSTID")}
 
 
 def compare(trainer: dict[str, Any], worker: dict[str, Any]) -> None:
-    """Raise ConfigError unless both sides are of one NCCL, and on GPUs of their own: they would wait for ever."""
-    if trainer["gpu"] == worker["gpu"] and worker["gpu"] is not None:
+    """Raise ConfigError unless both sides are of one NCCL, and on GPUs of their own: they would wait for ever.
+
+    NCCL itself allows one GPU to processes that NCCL_HOSTID puts on different hosts; bytes then go by the network.
+    """
+    one_host = trainer["host"] == worker["host"]
+    if one_host and trainer["gpu"] == worker["gpu"] and worker["gpu"] is not None:
         raise ConfigError(
             f"learner and engine share the GPU {worker['gpu']}, within which NCCL moves nothing: start the engine with "
             "transport='ipc', or the learner on another GPU"

@@ -32,7 +32,7 @@ from tests.rlenv.engine.fake_nccl import FakeCommunicator, Wire, consume, produc
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
-FACTS: dict[str, Any] = {"version": "2.29.7", "pins": {"NCCL_PROTO": "Simple"}, "gpu": None}
+FACTS: dict[str, Any] = {"version": "2.29.7", "pins": {"NCCL_PROTO": "Simple"}, "gpu": None, "host": None}
 
 
 class Library:
@@ -236,6 +236,13 @@ def test_a_gpu_that_both_sides_use_is_refused(lab: Lab, sender: ModelSender, mon
     with pytest.raises(ConfigError, match=r"share the GPU GPU-1.*transport='ipc'"):
         sender.send(client)
     assert (client.calls, lab.groups) == (["compare"], [])
+
+
+def test_a_gpu_that_nccl_takes_for_two_on_different_hosts_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "NCCLLibrary", Library)
+    worker = nccl_facts(CPU) | {"gpu": "GPU-1"}
+    monkeypatch.setenv("NCCL_HOSTID", "the learner's")
+    compare(nccl_facts(CPU) | {"gpu": "GPU-1"}, worker)
 
 
 def test_what_nccl_says_when_both_cannot_meet_is_told_as_the_engines_error(
