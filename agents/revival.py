@@ -22,14 +22,17 @@ MAX_RESTARTS = 3  # in one run: an engine that dies more often has a fault that 
 class Revival:
     """Restarts `engine` when it dies, at the `version` that `learner` holds.
 
-    Whoever changes the learner's weights holds `learning` meanwhile and then sets `version`.
+    Whoever changes the learner's weights holds `learning` meanwhile and then sets `version`. `tell` is what a person
+    is told of it.
     """
 
-    def __init__(self, engine: Engine, learner: WeightSender, tally: Tally) -> None:
+    def __init__(
+        self, engine: Engine, learner: WeightSender, tally: Tally, tell: Callable[[str], None] = lambda _: None
+    ) -> None:
         self.version = 0
         self.learning = asyncio.Lock()
         self.tally = tally
-        self._engine, self._learner = engine, learner
+        self._engine, self._learner, self._tell = engine, learner, tell
         self._reviving = asyncio.Lock()
 
     async def outlive(self, call: Callable[[], Awaitable[T]]) -> T:
@@ -47,6 +50,8 @@ class Revival:
                 return  # another caller was here first
             if life == MAX_RESTARTS:
                 raise death
+            self._tell(f"{death}; it is started again, and they are asked for again")
             async with self.learning:
                 report = await self._engine.restart(self._learner, self.version)
             self.tally.add_restart(report)
+            self._tell(f"the engine serves again, with weights {report.version}, proven")

@@ -39,6 +39,8 @@ class RunLearner(Learner, Scorer, Protocol):
         """Write model and tokenizer for transformers; the folder appears whole."""
 
 
+SILENT_STEPS = 3  # without any signal, after which a person is told
+
 # Starts an engine and a learner of the same weights, and ends both.
 OpenParts = Callable[[TrainConfig], AbstractAsyncContextManager[tuple[Engine, RunLearner]]]
 
@@ -58,7 +60,7 @@ class Run:
             async with self.open_parts(self.config) as (engine, learner):
                 self.display.phase(f"ready after {report.wall_s:.0f} s")
                 report.update({"status": "running"})
-                revival = Revival(engine, learner, Tally())
+                revival = Revival(engine, learner, Tally(), self.display.phase)
                 await self._audit(engine, learner, revival, report)
                 await self._evaluate(engine, revival, report, "before")
                 await self._train(engine, learner, revival, report)
@@ -99,6 +101,10 @@ class Run:
                 self.display.step(row)
                 for sign in row.collapse:
                     self.display.phase(f"step {row.step}: sampling and learning part ways: {sign}")
+                if row.step == SILENT_STEPS and loop.tally.constant_groups == loop.tally.groups:
+                    self.display.phase(
+                        f"no signal in {row.step} steps: the rewards of every group are equal, at last {row.reward:g}"
+                    )
                 if row.collapse and config.on_collapse == "stop":
                     raise CollapseError(row.collapse[0])
                 if config.eval_every and row.step % config.eval_every == 0:

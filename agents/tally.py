@@ -57,7 +57,8 @@ class Tally:
         self.mid_generation = 0
         self.canary_failures = 0
         self.engine_restarts = 0
-        self.constant_groups = 0
+        self.groups = 0  # that were trained on
+        self.constant_groups = 0  # of them, whose rewards were all equal
         self.collapse_warnings = 0
         self.staleness_max = 0
         self.mismatch_max = 0.0
@@ -138,6 +139,7 @@ class Tally:
             learner=asdict(metrics),
             collapse=tuple(signs_of_collapse(metrics)),
         )
+        self.groups += len(groups)
         self._close_row(row, report, dropped, now)
         return row
 

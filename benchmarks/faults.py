@@ -57,6 +57,7 @@ class Fault:
     engine: str | None = None  # what the engine's own side does wrong
     breaks: str | None = None  # the call of the sender that raises
     learner: bool = False  # a NaN in the learner
+    harmless: bool = False  # told before a value was touched: old weights and version have to serve on
 
 
 @dataclass(frozen=True)
@@ -191,6 +192,14 @@ def changed(tensor: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Call
     return lambda new, old: [(n, change(t) if n == tensor else t) for n, t in new]
 
 
+def without(tensor: str) -> Callable[[Weights, Weights], Weights]:
+    return lambda new, old: [(n, t) for n, t in new if n != tensor]
+
+
+def with_another(tensor: str) -> Callable[[Weights, Weights], Weights]:
+    return lambda new, old: [*new, (tensor, torch.zeros(3))]
+
+
 def catalogue() -> list[Fault]:
     """Every fault of the table."""
     square, oblong = KINDS["attention output"], KINDS["down projection"]
@@ -198,14 +207,16 @@ def catalogue() -> list[Fault]:
     faults += [Fault(f"{kind} skipped, old one kept", re.escape(name), stale(name)) for kind, name in KINDS.items()]
     faults += [
         Fault("square tensor transposed", re.escape(square), changed(square, lambda t: t.T.contiguous())),
-        Fault("oblong tensor transposed", re.escape(oblong), changed(oblong, lambda t: t.T.contiguous())),
+        Fault(
+            "oblong tensor transposed", re.escape(oblong), changed(oblong, lambda t: t.T.contiguous()), harmless=True
+        ),
         Fault("tensor rounded to bfloat16", re.escape(square), changed(square, lambda t: t.bfloat16())),
         Fault("lowest bit of one weight flipped", re.escape(oblong), changed(oblong, _flip_lowest_bit)),
         Fault("two rows swapped", re.escape(oblong), changed(oblong, lambda t: t[[1, 0, *range(2, len(t))]])),
         Fault("NaN in transit", re.escape(square), changed(square, lambda t: t * float("nan"))),
-        Fault("NaN in the learner", "not finite", learner=True),
-        Fault("tensor missing", re.escape(square), lambda new, old: [(n, t) for n, t in new if n != square]),
-        Fault("tensor unknown", "model.extra", lambda new, old: [*new, ("model.extra.weight", torch.zeros(3))]),
+        Fault("NaN in the learner", "not finite", learner=True, harmless=True),
+        Fault("tensor missing", re.escape(square), without(square), harmless=True),
+        Fault("tensor unknown", "model.extra", with_another("model.extra.weight"), harmless=True),
         Fault("weights one version old", "model", lambda new, old: old),
         Fault("tied lm_head not packed again", "lm_head", worker=("does not repack", "")),
         Fault("label without transfer", "model", worker=("loads nothing", "")),
@@ -214,10 +225,10 @@ def catalogue() -> list[Fault]:
         Fault("worker dies half way", "transfer|half way", worker=("dies half way", "")),
         Fault("norm corrupted after loading", "k_norm", worker=("corrupts", KINDS["head norm"])),
         Fault("rotary table corrupted", "rotary", worker=("corrupts", "rotary")),
-        Fault("learner lost before the transfer", "learner is gone", breaks="before the transfer"),
+        Fault("learner lost before the transfer", "learner is gone", breaks="before the transfer", harmless=True),
         Fault("learner lost after the transfer", "learner is gone", breaks="after the transfer"),
-        Fault("sender sends nothing", "sent anything", breaks="skip all"),
-        Fault("sender starts and finishes only", "sent anything", breaks="skip the transfer"),
+        Fault("sender sends nothing", "sent anything", breaks="skip all", harmless=True),
+        Fault("sender starts and finishes only", "sent anything", breaks="skip the transfer", harmless=True),
     ]
     return faults
 
@@ -229,13 +240,18 @@ async def inject(engine: FaultyEngine, model: Any, fault: Fault, *, requests: in
     engine.broken = fault.engine
     await engine.break_worker(*fault.worker or ())
     await asyncio.wrap_future(engine.start(engine.canaries()))  # so that a cache which outlives the swap holds them
+    before = await engine.generate([9, 8, 7], GREEDY)
     flying = [asyncio.create_task(engine.generate([9, 8, 7], LONG)) for _ in range(requests)]
     await asyncio.sleep(0.1)
     perturb(model, seed=version + 1)
+    begun = time.perf_counter()
     error = await _update(engine, sender, version + 1, model if fault.learner else None)
+    assert time.perf_counter() - begun < LATEST_S, f"{fault.name}: not told in time"
+    assert not await engine.is_paused(), f"{fault.name}: left paused"
     engine.broken = None
     await engine.break_worker()
-    served_on = await _serves(engine)
+    after = await _served(engine)
+    served_on = after is not None and after.labels == before.labels and after.token_ids == before.token_ids
     completions = await asyncio.gather(*flying)
     withheld = [not await is_proven(engine, completion) for completion in completions]
     leaked = [
@@ -245,6 +261,9 @@ async def inject(engine: FaultyEngine, model: Any, fault: Fault, *, requests: in
     ]
     assert error is not None, f"{fault.name}: not caught"
     assert re.search(fault.names, str(error)), f"{fault.name}: the error does not say what was wrong: {error}"
+    assert served_on == fault.harmless, f"{fault.name}: old weights {'serve on' if served_on else 'are gone'}"
+    assert not served_on or engine.weight_version == version, f"{fault.name}: the version moved"
+    assert served_on == (not any(withheld)), f"{fault.name}: {sum(withheld)} of {requests} requests withheld"
     assert not leaked, f"{fault.name}: {len(leaked)} completions under wrong weights count as proven"
     await engine.update_weights(ModelSender(model, backend=engine.transport, dtype=engine.dtype), version + 2)
     assert await is_proven(engine, await engine.generate([9, 8, 7], LONG))
@@ -274,6 +293,8 @@ def smallest_errors(model: Any) -> dict[str, dict[str, float]]:
 
 
 DEADLINE_S = 60.0
+LATEST_S = 30.0  # for an update to say that it failed
+GREEDY = Sample(temperature=0.0, max_tokens=8, ignore_eos=True)
 LONG = Sample(max_tokens=240, ignore_eos=True)
 
 
@@ -295,12 +316,12 @@ async def _update(
     return None
 
 
-async def _serves(engine: FaultyEngine) -> bool:
+async def _served(engine: FaultyEngine) -> Completion | None:
+    """What an engine answers, unless it serves no more."""
     try:
-        await engine.generate([9, 8, 7], Sample(max_tokens=1))
+        return await engine.generate([9, 8, 7], GREEDY)
     except WeightUpdateError:
-        return False
-    return True
+        return None
 
 
 def _smallest(model: Any, dtype: torch.dtype) -> dict[str, float]:

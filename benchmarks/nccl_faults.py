@@ -41,7 +41,7 @@ from rlenv.errors import ConfigError, RlenvError
 from rlenv.types import Completion, Sample
 
 Side = Literal["learner", "engine"]
-LATENCY_S = 5.0  # to notice what NCCL's own deadline ended, to try again, and to tell
+LATENCY_S = 10.0  # to import NCCL, to notice what its own deadline ended, to try again, and to tell
 NO_NCCL = {"VLLM_NCCL_SO_PATH": "libm.so.6"}  # a library without NCCL's symbols
 REQUESTS, REQUEST_TOKENS = 8, 400
 

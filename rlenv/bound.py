@@ -60,6 +60,7 @@ class EngineBoundEnv(gymnasium.Wrapper[str, Any, str, str]):
         self._ids: list[int] = []
         self._pending: Future[Completion] | None = None
         self._failure = ""  # why this episode cannot be sampled
+        self._name = ""  # of this episode's requests, for whoever has to say which were lost
         self._cached_spec = env.spec  # what can be made again: without this wrapper and its engine
 
     @property
@@ -78,6 +79,8 @@ class EngineBoundEnv(gymnasium.Wrapper[str, Any, str, str]):
         opening: list[Message] = [] if self._system is None else [{"role": "system", "content": self._system}]
         self._messages = [*opening, {"role": "user", "content": observation}]
         self._ids = self._renderer.start(self._messages)
+        task = self.spec.id if self.spec else type(self.unwrapped).__name__
+        self._name = task if seed is None else f"{task} seed {seed}"
         self._failure = info.get("failure", "" if self._fits() else "prompt_too_long")
         return observation, {**info, "failure": self._failure} if self._failure else info
 
@@ -109,7 +112,7 @@ class EngineBoundEnv(gymnasium.Wrapper[str, Any, str, str]):
         """Submit what the action asks for and return at once; None when there is nothing to wait for."""
         self._cancel()
         if isinstance(action, Sample) and not self._failure:
-            self._pending = self.engine.submit(self._ids, action)
+            self._pending = self.engine.submit(self._ids, action, request_id=self._name)
         return self._pending
 
     def finish(self, action: str | Sample, completion: Completion | None) -> Step:

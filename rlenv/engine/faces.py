@@ -21,6 +21,7 @@ from rlenv.errors import ConfigError, EngineDeadError, EngineError
 from rlenv.types import Completion, Sample
 
 T = TypeVar("T")
+NAMES_TOLD = 4  # of requests that a death left pending
 
 
 class EngineFaces:
@@ -34,7 +35,7 @@ class EngineFaces:
         self.model = model
         self.max_model_len = max_model_len
         self.peak_in_flight = 0
-        self._live: set[object] = set()
+        self._live: dict[object, str] = {}  # each request that has not come back → its caller's name for it
         self._closed = False
         self._life = _Life()
         self._restarting = asyncio.Lock()
@@ -63,8 +64,8 @@ class EngineFaces:
         prompt = tuple(prompt_ids)
         self._check_room(prompt)
         token = object()
-        future = self.start(self._counted(token, prompt, sample, request_id), live=token)
-        future.add_done_callback(lambda _: self._live.discard(token))  # also when cancelled before it began
+        future = self.start(self._counted(token, prompt, sample, request_id), live=(token, request_id or ""))
+        future.add_done_callback(lambda _: self._live.pop(token, None))  # also when cancelled before it began
         return future
 
     async def generate(self, prompt_ids: Sequence[int], sample: Sample, *, request_id: str | None = None) -> Completion:
@@ -132,17 +133,18 @@ class EngineFaces:
         """`restart`, waited for."""
         return _wait(self._start_restart(sender, version))
 
-    def start(self, coroutine: Coroutine[Any, Any, T], *, live: object | None = None) -> Future[T]:
+    def start(self, coroutine: Coroutine[Any, Any, T], *, live: tuple[object, str] | None = None) -> Future[T]:
         """Run `coroutine` on the engine's loop; returns at once. Cancelling the future cancels the coroutine.
 
-        `live` is counted in `in_flight`. Raises EngineError on a closed engine, EngineDeadError on a dead one.
+        `live`, a key and a name, is counted in `in_flight`. Raises EngineError on a closed engine, EngineDeadError on
+        a dead one.
         """
         with self._gate:
             if self._closed or self._life.death is not None:
                 coroutine.close()
                 raise self._closed_error() if self._closed else EngineDeadError(self._life.death)
             if live is not None:
-                self._live.add(live)
+                self._live[live[0]] = live[1]
                 self.peak_in_flight = max(self.peak_in_flight, len(self._live))
             return asyncio.run_coroutine_threadsafe(self._named(coroutine, self._life), self._loop)
 
@@ -151,7 +153,7 @@ class EngineFaces:
         with self._gate:
             if self._life.death is not None:
                 return
-            self._life.death = f"engine {self.model!r} {how}; {len(self._live)} requests were pending"
+            self._life.death = f"engine {self.model!r} {how}; {_pending(list(self._live.values()))}"
         for call in self._life.calls:
             call.cancel()
         self._died(EngineDeadError(self._life.death))
@@ -191,7 +193,7 @@ class EngineFaces:
             self._notice_death()  # while this request still counts as pending
             raise
         finally:
-            self._live.discard(token)  # before the future wakes its waiter, who may look at `in_flight`
+            self._live.pop(token, None)  # before the future wakes its waiter, who may look at `in_flight`
 
     async def _named(self, coroutine: Coroutine[Any, Any, T], life: _Life) -> T:
         """What `coroutine` returns or raises, unless the engine's end is the reason."""
@@ -325,6 +327,15 @@ def _retrieve(call: asyncio.Task[Any]) -> None:
     """What a call raised is its caller's to see. One who cancelled it does not look, and asyncio would complain."""
     if not call.cancelled():
         call.exception()
+
+
+def _pending(names: Sequence[str]) -> str:
+    """How many requests wait, and the first of those that have a name."""
+    counted = f"{len(names)} requests were pending"
+    told = list(dict.fromkeys(name for name in names if name))
+    if not told:
+        return counted
+    return f"{counted}: {', '.join(told[:NAMES_TOLD])}{', …' if len(told) > NAMES_TOLD else ''}"
 
 
 def _wait(future: Future[T]) -> T:

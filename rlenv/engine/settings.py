@@ -88,6 +88,8 @@ def engine_settings(
         **(backend or Backend()).arguments(device, dtype, context),
         **rules.arguments,
     }
+    if data_parallel_backend == "ray":
+        arguments["data_parallel_address"] = _address_in_ray()
     if not cpu:
         arguments["gpu_memory_utilization"] = gpu_memory_utilization
     environment = dict(rules.environment)
@@ -102,6 +104,15 @@ def engine_settings(
         arguments=arguments,
         environment=environment,
     )
+
+
+def _address_in_ray() -> str:
+    """This machine's, as its Ray knows it: vLLM would take VLLM_HOST_IP, and find no such node."""
+    try:
+        import ray.util
+    except ImportError as error:
+        raise ConfigError("data_parallel_backend='ray' needs Ray: pip install 'rlenv[ray]'") from error
+    return str(ray.util.get_node_ip_address())
 
 
 @functools.lru_cache(maxsize=4)

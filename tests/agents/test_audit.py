@@ -69,6 +69,16 @@ def test_a_right_backend_is_never_blamed(vllm_engine: FaultyEngine, seed: int, t
     assert (tmp_path / "audit.png").stat().st_size > 10_000
 
 
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0.6}, {"top_p": 0.8}, {"top_k": 20}], ids=["temperature", "top-p", "top-k"]
+)
+def test_engine_and_learner_score_the_distribution_that_was_sampled(
+    vllm_engine: FaultyEngine, settings: dict[str, float]
+) -> None:
+    mismatch = blamed(vllm_engine, Case("nothing", (), settings)).verdict.mismatch
+    assert mismatch.tokens >= 500 and abs(mismatch.ratio_mean - 1) <= 1e-4 and mismatch.abs_max <= 1e-3
+
+
 def test_the_table_is_read_at_eighty_columns(vllm_engine: FaultyEngine) -> None:
     console = Console(width=80, file=sys.stderr, record=True)
     audit_report.show(blamed(vllm_engine, CASES[4]), console)

@@ -11,7 +11,7 @@ import re
 import tomllib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import gymnasium
 import pytest
@@ -34,14 +34,16 @@ from rlenv.types import Failure, Group, Sample
 Start = Callable[..., ScriptedEngine]
 
 
-def run_of(engine: ScriptedEngine, learner: FakeLearner, folder: Path, **settings: Any) -> Run:
+def run_of(
+    engine: ScriptedEngine, learner: FakeLearner, folder: Path, told: IO[str] | None = None, **settings: Any
+) -> Run:
     @contextlib.asynccontextmanager
     async def parts(config: TrainConfig) -> AsyncIterator[tuple[ScriptedEngine, FakeLearner]]:
         yield engine, learner
 
     small = {"steps": 3, "groups_per_step": 2, "group_size": 4, "eval_problems": 5}
     config = TrainConfig(**{"task": "math-v0", "run_dir": str(folder), **small, **settings})
-    return Run(config, LineDisplay(config.steps, io.StringIO()), parts)
+    return Run(config, LineDisplay(config.steps, told or io.StringIO()), parts)
 
 
 def arithmetician(engine: list[ScriptedEngine]) -> Callable[[tuple[int, ...], Sample], str]:
@@ -206,12 +208,25 @@ def killing_solver(scripted: Start, greedy_calls: set[int]) -> tuple[ScriptedEng
     return box[0], labels
 
 
+@pytest.mark.parametrize(("answer", "silent"), [("none", True), ("", False)], ids=["all wrong", "half of them right"])
+def test_a_person_is_told_when_no_group_has_a_signal(
+    scripted: Start, tmp_path: Path, solver: ScriptedEngine, answer: str, silent: bool
+) -> None:
+    engine = scripted(lambda prompt_ids, sample: answer) if answer else solver
+    told = io.StringIO()
+    asyncio.run(run_of(engine, FakeLearner(), tmp_path / "run", told, steps=5, eval_problems=0)())
+    assert told.getvalue().count("no signal in 3 steps: the rewards of every group are equal, at last 0") == silent
+
+
 @pytest.mark.parametrize(("greedy_call", "label"), [(2, "0#2"), (7, "3#2")], ids=["before", "after"])
 def test_a_death_during_an_evaluation_is_outlived_at_the_version_evaluated(
     scripted: Start, tmp_path: Path, greedy_call: int, label: str
 ) -> None:
     engine, labels = killing_solver(scripted, {greedy_call})
-    summary = asyncio.run(run_of(engine, FakeLearner(), tmp_path / "run")()).summary
+    told = io.StringIO()
+    summary = asyncio.run(run_of(engine, FakeLearner(), tmp_path / "run", told)()).summary
+    assert re.search(r"engine 'scripted' died; \d+ requests were pending: rlenv/math-v0 seed \d+", told.getvalue())
+    assert f"serves again, with weights {label[0]}, proven" in told.getvalue()
     assert (summary["status"], summary["updates"], engine.weight_version) == ("done", 3, 3)
     assert (summary["engine_restarts"], labels) == (1, [label])
     assert summary["eval_before_greedy"] == summary["eval_after_greedy"] == 1.0 and summary["eval_problems"] == 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -15,9 +16,12 @@ from typing import Any
 
 import gymnasium
 import pytest
+from episodes import play_group
 from gymnasium.error import ResetNeeded
 
 import rlenv
+from rlenv.agents.advantages import score
+from rlenv.agents.tally import Tally
 from rlenv.engine.scripted import ScriptedEngine
 
 Scripted = Callable[..., ScriptedEngine]
@@ -45,6 +49,10 @@ class Obedient(rlenv.TextEnv):
             pass
         if action == "die":
             os._exit(7)
+        if action == "be killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if action == "end":
+            return rlenv.Turn(1.0, terminated=True)
         if action == "raise":
             raise ZeroDivisionError("by the task")
         if action == "raise oddly":
@@ -99,6 +107,21 @@ def test_after_a_timeout_reset_starts_another_process(env: gymnasium.Env[str, An
 def test_a_dead_process_is_a_truncated_step(env: gymnasium.Env[str, Any]) -> None:
     env.reset(seed=0)
     assert env.step("die") == ("", 0.0, False, True, {"failure": "died"})
+
+
+def test_a_host_that_is_killed_costs_its_rollout_and_is_no_reward(scripted: Scripted) -> None:
+    answers = iter(["end", "end", "be killed", "end"])
+    engine = scripted(lambda prompt_ids, sample: next(answers))
+    group = play_group(lambda: rlenv.make("tests/obedient-v0", engine=engine, step_timeout_s=5.0))
+    assert [row.reward for row in group.trajectories] == [1.0] * 3
+    [failure] = group.failures
+    assert (failure.cause, failure.task) == ("died", "tests/obedient-v0")
+    tally = Tally()
+    tally.add_rollouts(group)
+    assert (tally.rollouts, tally.failures) == (4, {"died": 1})
+    scored = score([group])
+    assert (len(scored.trajectories), scored.failures) == (3, {"died": 1})
+    assert workers() == []
 
 
 def test_an_exception_of_the_task_arrives_as_itself(env: gymnasium.Env[str, Any]) -> None:

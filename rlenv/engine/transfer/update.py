@@ -254,7 +254,7 @@ class _Attempt:
         self._begun = time.perf_counter()
 
     async def _load(self, info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        check_announced(self.version, info, self.held)
+        check_announced(self.version, info, self.held, self.peer.workers)
         if not self.touched:
             self.touched = True
             await self.control.rpc("start_weight_update")
@@ -301,16 +301,27 @@ async def _answered(control: Control, call: Coroutine[Any, Any, None]) -> None:
         await asyncio.sleep(0)
 
 
-def check_announced(version: int, info: dict[str, Any] | list[dict[str, Any]], held: WeightRows) -> None:
+def check_announced(version: int, info: dict[str, Any] | list[dict[str, Any]], held: WeightRows, workers: int) -> None:
     """What a sender announces is what this model takes: names and shapes, before a value is touched.
 
-    Raises WeightUpdateError naming the first tensor that is missing, unknown or of another shape. A dtype other
-    than the engine's is cast by vLLM's loaders, and then told by its fingerprint.
+    One call announces the whole model, to all workers or, in a list, to each its own. Raises WeightUpdateError naming
+    the first tensor that is missing, unknown or of another shape. A dtype other than the engine's is cast by vLLM's
+    loaders, and then told by its fingerprint.
     """
-    chunks = info if isinstance(info, list) else [info]
-    announced = {
-        name: list(shape) for chunk in chunks for name, shape in zip(chunk["names"], chunk["shapes"], strict=True)
-    }
+    if isinstance(info, list) and len(info) != workers:
+        raise WeightUpdateError(
+            f"weights of version {version} were refused: a list of {len(info)} for {workers} workers, where each "
+            "takes its own whole model: send them in one call",
+            version=version,
+            what="transfer",
+            size=0.0,
+        )
+    for of_worker in info if isinstance(info, list) else [info]:
+        _check_names(version, of_worker, held)
+
+
+def _check_names(version: int, info: dict[str, Any], held: WeightRows) -> None:
+    announced = {name: list(shape) for name, shape in zip(info["names"], info["shapes"], strict=True)}
     expected = {row[0]: list(row[3]) for row in held["checkpoint"]}
     for name in sorted(announced.keys() | expected.keys()):
         if announced.get(name) != expected.get(name):

@@ -100,8 +100,15 @@ def test_one_id_for_two_live_requests_mixes_nothing_up(case: EngineCase) -> None
     completions = [future.result(60) for future in futures]
     assert [len(completion.token_ids) for completion in completions] == lengths
     assert {completion.request_id for completion in completions} == {"same"}
-    unnamed = [case.engine.submit(case.prompt_ids, GREEDY, request_id="") for _ in range(2)]
-    assert [future.result(60).finish_reason for future in unnamed] == ["length", "length"]
+
+
+@pytest.mark.parametrize("name", ["same", ""])
+def test_requests_of_one_name_come_back_with_their_own_output(case: EngineCase, name: str) -> None:
+    prompts = [(*case.prompt_ids, *extra) for extra in ((), (17,), (18, 17), (19,))]
+    alone = [case.engine.submit(prompt, GREEDY, request_id=f"{i}").result(60) for i, prompt in enumerate(prompts)]
+    together = [case.engine.submit(prompt, GREEDY, request_id=name) for prompt in prompts]
+    for prompt, reference, future in zip(prompts, alone, together, strict=True):
+        assert (future.result(60).prompt_ids, future.result(60).token_ids) == (prompt, reference.token_ids)
 
 
 def test_id_can_be_used_again_right_after_its_abort(case: EngineCase) -> None:
@@ -296,9 +303,12 @@ def test_update_without_clearing_the_cache_marks_stale_context(case: EngineCase)
     assert [span.stale_context for span in fresh.spans] == [False]
 
 
-def test_failed_update_leaves_the_old_weights_serving(case: EngineCase) -> None:
+@pytest.mark.parametrize("paused", [False, True], ids=["before the pause", "during the pause"])
+def test_failed_update_leaves_the_old_weights_serving(case: EngineCase, paused: bool) -> None:
     class Broken:
         def send(self, client: WeightSyncClient) -> Manifest:
+            if paused:
+                client.start_weight_update()
             raise RuntimeError("the wire broke")
 
         logprobs = case.sender.logprobs
@@ -309,7 +319,7 @@ def test_failed_update_leaves_the_old_weights_serving(case: EngineCase) -> None:
         waiting = asyncio.create_task(case.engine.generate(case.prompt_ids, LONG))
         await _underway(case)
         with pytest.raises(RuntimeError, match="the wire broke"):
-            await case.engine.update_weights(Broken(), version + 1)
+            await asyncio.wait_for(case.engine.update_weights(Broken(), version + 1), 30)
         assert not await case.engine.is_paused()
         return await waiting
 

@@ -4,37 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from accelerate.state import AcceleratorState
 
 import rlenv
 from benchmarks.faults import FaultyEngine, perturb
+from rlenv.agents import learner as agents
+from rlenv.agents.advantages import score
 from rlenv.agents.config import TrainConfig
-from rlenv.agents.learner_types import StepMetrics
+from rlenv.agents.learner_types import LearnerConfig, StepMetrics
 from rlenv.agents.loop import TrainLoop
-from rlenv.agents.packing import Batch
+from rlenv.agents.packing import Batch, pack
 from rlenv.agents.sampler import Sampler
 from rlenv.agents.tally import StepRow
 from rlenv.engine.base import Manifest, WeightSyncClient
 from rlenv.engine.process import VLLMProcesses
 from rlenv.engine.transfer import update
+from rlenv.engine.transfer.digest import tensor_digest
 from rlenv.engine.transfer.plugin import NCCL
 from rlenv.engine.transfer.sender import ModelSender
 from rlenv.engine.vllm import VLLMEngine
-from rlenv.errors import ConfigError, EngineDeadError, EngineError, WeightUpdateError
+from rlenv.errors import ConfigError, EngineDeadError, EngineError, LearnerError, WeightUpdateError
 from rlenv.models import default_model
 from rlenv.rollout import EnvPool, rollout_group
 from rlenv.types import Group, Sample
 from tests.agents.fakes import FakeLearner
+from tests.agents.rows import group, trajectory
 
 pytestmark = pytest.mark.engine
 
@@ -146,6 +153,35 @@ def test_a_transfer_that_cannot_work_here_is_refused_while_the_engine_goes_on(
         vllm_engine.update_weights_sync(ModelSender(learner.model, backend=NCCL), version + 1)
     assert (vllm_engine.weight_version, asyncio.run(vllm_engine.is_paused())) == (version, False)
     assert flying.result(30).finish_reason == "length"
+
+
+@pytest.fixture
+def accelerator() -> Iterator[None]:
+    """Accelerate keeps its settings for the whole process."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_a_gradient_that_is_not_finite_reaches_neither_the_engine_nor_a_checkpoint(
+    accelerator: None, vllm_engine: FaultyEngine, tmp_path: Path
+) -> None:
+    trained = agents.Learner(LearnerConfig(default_model(), lr=1e-4))
+    sender = ModelSender(trained.model, backend=vllm_engine.transport)
+    batch = pack(score([group(trajectory(reward=1.0), trajectory(reward=0.0))]), version=0)
+    first = vllm_engine.weight_version + 1
+    for version in range(2):
+        trained.step(replace(batch, version=version))
+        vllm_engine.update_weights_sync(sender, first + version)
+    proven = {name: tensor_digest(parameter).value for name, parameter in trained.model.named_parameters()}
+    next(trained.model.parameters()).register_hook(lambda gradient: gradient * math.nan)
+    with pytest.raises(LearnerError, match="version 3: the gradient"):
+        trained.step(replace(batch, version=2))
+    trained.save(tmp_path / "model")
+    saved = dict(type(trained.model).from_pretrained(tmp_path / "model", dtype="float32").named_parameters())
+    assert {name: tensor_digest(parameter).value for name, parameter in saved.items()} == proven
+    [held] = vllm_engine.start(vllm_engine.worker_weights()).result(30)
+    assert {row[0]: row[4] for row in held["checkpoint"]} == proven
+    assert (vllm_engine.weight_version, trained.version) == (first + 1, 2)
 
 
 class Trainee(FakeLearner):

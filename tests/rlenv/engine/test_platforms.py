@@ -87,6 +87,14 @@ def test_ray_places_ranks_on_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None
         engine_settings(default_model(), device="cpu", data_parallel_size=2, data_parallel_backend="ray")
     made = on_a_gpu(monkeypatch, ("cuda", (9, 0)), data_parallel_size=2, data_parallel_backend="ray")
     assert (made.arguments["data_parallel_size"], made.arguments["data_parallel_backend"]) == (2, "ray")
+    assert "data_parallel_address" not in on_a_gpu(monkeypatch, ("cuda", (9, 0)), data_parallel_size=2).arguments
+
+
+def test_ranks_are_looked_for_where_ray_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_HOST_IP", "203.0.113.7")  # where vLLM would look
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "192.0.2.2")
+    made = on_a_gpu(monkeypatch, ("cuda", (9, 0)), data_parallel_size=2, data_parallel_backend="ray")
+    assert made.arguments["data_parallel_address"] == "192.0.2.2"
 
 
 def test_an_engine_on_a_cpu_takes_no_weights_from_gpus() -> None:

@@ -167,6 +167,15 @@ def test_death_fails_the_calls_that_wait_and_a_restart_serves_again(scripted: St
     assert engine.generate_sync(PROMPT, Sample(max_tokens=1)).labels == {"3#2"}
 
 
+def test_a_death_names_the_requests_that_it_left_pending(scripted: Start) -> None:
+    engine = scripted(lambda prompt_ids, sample: FOREVER, delay=0.001, model="tiny")
+    names = ["math seed 3", "math seed 3", "b", None, "c", "d", "e"]
+    waiting = [engine.submit(PROMPT, Sample(), request_id=name) for name in names]
+    engine.kill()
+    with pytest.raises(EngineDeadError, match=r"7 requests were pending: math seed 3, b, c, d, …$"):
+        waiting[0].result(5)
+
+
 def test_restart_without_weights_serves_nothing(scripted: Start, sender: Any) -> None:
     class Gone:
         logprobs = sender.logprobs

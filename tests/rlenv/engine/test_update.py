@@ -11,7 +11,7 @@ import pytest
 
 from rlenv.engine.base import Manifest, TensorDigest, WeightSyncClient
 from rlenv.engine.transfer import update
-from rlenv.engine.transfer.update import WeightUpdater
+from rlenv.engine.transfer.update import WeightUpdater, check_announced
 from rlenv.errors import ConfigError, EngineError, LearnerError, WeightUpdateError
 
 HELD = {"checkpoint": [["w", "w", "float32", [2], "0"]], "constant": []}
@@ -115,6 +115,24 @@ def refused(control: Control, sender: Sender) -> WeightUpdateError:
         return caught.value
 
     return asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+@pytest.mark.parametrize(
+    ("info", "named"),
+    [
+        ({"names": [], "shapes": []}, "w: it is missing"),
+        ({"names": ["w", "v"], "shapes": [[2], [2]]}, "v: the engine's model has no such tensor"),
+        ({"names": ["w"], "shapes": [[3]]}, r"w: its shape is \[3\]"),
+        ([INFO], "a list of 1 for 2 workers"),
+        ([INFO, {"names": [], "shapes": []}], "w: it is missing"),
+    ],
+    ids=["missing", "unknown", "shape", "buckets", "one worker's missing"],
+)
+def test_what_a_sender_announces_has_to_be_the_whole_model_of_each_worker(info: Any, named: str) -> None:
+    check_announced(1, INFO, HELD, 2)
+    check_announced(1, [INFO, INFO], HELD, 2)
+    with pytest.raises(WeightUpdateError, match=named):
+        check_announced(1, info, HELD, 2)
 
 
 @pytest.mark.parametrize("waits_at", ["start", "update"])
