@@ -236,8 +236,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(f"{folder}/model", arguments, seed=1)
         outcomes, left = asyncio.run(run(arguments, model, Path(folder) / "learner.log"))
-    for outcome in outcomes:
-        print(f"{'pass' if outcome.passed else 'FAIL'}: {outcome.fault}: {outcome.seconds:.1f} s: {outcome.error}")
     passed = all(outcome.passed for outcome in outcomes) and not left
     print(f"{'PASS' if passed else 'FAIL'}: {len(left)} processes left")
     result = {
@@ -256,12 +254,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def run(arguments: argparse.Namespace, model: str, log: Path) -> tuple[list[Outcome], list[str]]:
     """What became of each fault, and the names of processes that were left at the end."""
     before = set(psutil.Process().children(recursive=True))
-    bench = await asyncio.to_thread(Bench, arguments, model, log)
+    bench, outcomes = await asyncio.to_thread(Bench, arguments, model, log), list[Outcome]()
     try:
         await bench.right_updates()
-        outcomes = [
-            await bench.injected(fault) for fault in FAULTS if arguments.device == "cuda" or not fault.variables
-        ]
+        for fault in FAULTS:
+            if arguments.device == "cuda" or not fault.variables:
+                outcome = await bench.injected(fault)
+                verdict = "pass" if outcome.passed else "FAIL"
+                print(f"{verdict}: {outcome.fault}: {outcome.seconds:.1f} s: {outcome.error}", flush=True)
+                outcomes.append(outcome)
     finally:
         await asyncio.to_thread(bench.close)
     left = set(psutil.Process().children(recursive=True)) - before
