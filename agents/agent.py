@@ -12,7 +12,7 @@ from rlenv.agents.config import TrainConfig, check_surroundings
 from rlenv.agents.display import display_for
 from rlenv.agents.parts import open_parts
 from rlenv.agents.report import RunResult
-from rlenv.agents.run import Run
+from rlenv.agents.run import OpenParts, Run
 from rlenv.agents.sampler import MakeAgent, Sampler
 
 
@@ -22,13 +22,22 @@ class AsyncAgent:
     >>> result = AsyncAgent("math-v0", model="Qwen/Qwen3-0.6B").train(steps=200)
     >>> result.summary["eval_after"], result.model
 
-    `settings` are those of `TrainConfig`. `agent` makes, from a `Sample`, what decides on actions. Raises ConfigError
-    for settings that cannot work, before anything is started.
+    `settings` are those of `TrainConfig`. `agent` makes, from a `Sample`, what decides on actions. `parts` opens the
+    engine and the learner of a run, where they are not to be on this machine. Raises ConfigError for settings that
+    cannot work, before anything is started.
     """
 
-    def __init__(self, task: str, model: str | None = None, *, agent: MakeAgent = Sampler, **settings: Any) -> None:
+    def __init__(
+        self,
+        task: str,
+        model: str | None = None,
+        *,
+        agent: MakeAgent = Sampler,
+        parts: OpenParts = open_parts,
+        **settings: Any,
+    ) -> None:
         self.config = TrainConfig(task, model, **settings)
-        self.make_agent = agent
+        self.make_agent, self.open_parts = agent, parts
         check_surroundings(self.config)
 
     def train(self, steps: int | None = None) -> RunResult:
@@ -49,7 +58,7 @@ class AsyncAgent:
 
     def _run(self, steps: int | None) -> Run:
         config = self.config if steps is None else replace(self.config, steps=steps)
-        return Run(config, display_for(config.steps), open_parts, self.make_agent)
+        return Run(config, display_for(config.steps), self.open_parts, self.make_agent)
 
 
 def _run_in_thread(run: Run) -> RunResult:

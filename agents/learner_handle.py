@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from rlenv.agents.learner_link import Link, ProcessLink
 from rlenv.agents.learner_types import LearnerConfig, Scoring, StepMetrics
 from rlenv.agents.packing import Batch, FloatArray
 from rlenv.engine.base import Manifest, WeightSyncClient
@@ -22,20 +17,6 @@ from rlenv.errors import ConfigError, EngineError, LearnerError
 CLIENT_METHODS = frozenset(
     ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
 )
-LAUNCHER_VARIABLES = frozenset(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-LAUNCHER_PREFIXES = (
-    "MASTER_",
-    "GROUP_",
-    "ROLE_",
-    "TORCHELASTIC_",
-    "ACCELERATE_",
-    "OMPI_COMM_WORLD_",
-    "PMI_",
-    "MV2_COMM_WORLD_",
-)
-DEATH_CHECK_S = 0.5
-CLOSE_S = 2.0
-LOG_TAIL = 4000  # bytes
 
 
 class LearnerHandle:
@@ -44,7 +25,8 @@ class LearnerHandle:
     `step`, `score` and `save` are awaited, `send` and `logprobs` block (an engine calls them off its event loop);
     requests are served one after another. All raise LearnerError with the child's traceback, or with its
     exit code and the end of its log when it died; a setting that cannot work raises ConfigError. `log` is
-    the file for what the process prints. `version` is that of the weights after the last finished step.
+    the file for what the process prints; a `link` reaches a learner elsewhere (`RayLearner`). `version` is that of the
+    weights after the last finished step.
 
     >>> learner = LearnerHandle(LearnerConfig("path/to/model"))
     >>> await learner.ready()
@@ -52,29 +34,17 @@ class LearnerHandle:
     >>> learner.close()
     """
 
-    def __init__(self, config: LearnerConfig, *, log: Path | None = None) -> None:
+    def __init__(self, config: LearnerConfig, *, log: Path | None = None, link: Link | None = None) -> None:
         self._lock = threading.Lock()
         self._closed = False
         self.version = 0
         self.scoring = config.scoring
-        self._log: IO[bytes] = log.open("w+b") if log else tempfile.TemporaryFile()  # noqa: SIM115 - until close
-        self._connection: Connection[Any, Any]
-        self._connection, child = multiprocessing.Pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "rlenv.agents.learner_process", str(child.fileno()), str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=self._log,
-            stderr=self._log,
-            pass_fds=[child.fileno()],
-            env=_environment(config),
-            start_new_session=True,  # a terminal's Ctrl-C reaches the host only
-        )
-        child.close()
-        self._connection.send(config)
+        self._link = link or ProcessLink(config, log)
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        """Of the learner's process, on its machine."""
+        return self._link.pid
 
     async def ready(self) -> None:
         """Wait until the model is loaded; whatever is asked sooner waits for it, too."""
@@ -82,7 +52,7 @@ class LearnerHandle:
 
     def check(self) -> None:
         """Raise LearnerError if the process has ended: nobody need wait for data to give it."""
-        if not self._closed and self._process.poll() is not None:
+        if not self._closed and self._link.has_ended():
             raise self._death("a wait for data")
 
     async def step(self, batch: Batch) -> StepMetrics:
@@ -119,16 +89,9 @@ class LearnerHandle:
         if self._closed:
             return
         self._closed = True
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(CLOSE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._link.end()
         with self._lock:  # whoever waits for an answer has noticed by now, or soon will
-            self._connection.close()
-            self._log.close()
+            self._link.close()
 
     def _call(self, name: str, *arguments: Any, client: WeightSyncClient | None = None) -> Any:
         refusal: Exception | None = None
@@ -151,32 +114,18 @@ class LearnerHandle:
 
     def _put(self, message: tuple[Any, ...], name: str) -> None:
         try:
-            self._connection.send(message)
-        except OSError as error:
+            self._link.put(message)
+        except ConnectionError as error:
             raise self._death(name) from error
 
     def _get(self, name: str) -> tuple[Any, ...]:
         try:
-            # End of file alone is not enough: a forked child of this process may keep the socket open.
-            while not self._connection.poll(DEATH_CHECK_S):
-                if self._process.poll() is not None:
-                    raise self._death(name)
-            return self._connection.recv()
-        except (EOFError, OSError) as error:
+            return self._link.get()
+        except ConnectionError as error:
             raise self._death(name) from error
 
     def _death(self, name: str) -> LearnerError:
-        if self._closed:
-            return LearnerError(f"the learner was closed: no {name}")
-        try:
-            code = self._process.wait(CLOSE_S)
-        except subprocess.TimeoutExpired:
-            return LearnerError(f"the learner's process hung up during {name}\n{self._log_tail()}")
-        return LearnerError(f"the learner's process ended with code {code} during {name}\n{self._log_tail()}")
-
-    def _log_tail(self) -> str:
-        size = os.fstat(self._log.fileno()).st_size
-        return os.pread(self._log.fileno(), LOG_TAIL, max(0, size - LOG_TAIL)).decode(errors="replace")
+        return LearnerError(f"the learner was closed: no {name}" if self._closed else self._link.death(name))
 
 
 def _relay(
@@ -188,22 +137,3 @@ def _relay(
         return ("value", getattr(client, method)(*arguments)), None
     except Exception as error:
         return ("error", repr(error)), error
-
-
-def _environment(config: LearnerConfig) -> dict[str, str]:
-    """This process's variables, less those of a launcher, which would make the learner wait for other ranks.
-
-    A learner with a GPU of its own sees no other, so that whatever it runs computes there.
-    """
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in LAUNCHER_VARIABLES and not name.startswith(LAUNCHER_PREFIXES)
-    }
-    if config.gpu is not None:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = visible.split(",") if visible else [str(number) for number in range(config.gpu + 1)]
-        if config.gpu >= len(names):
-            raise ConfigError(f"the learner cannot have GPU {config.gpu}: CUDA_VISIBLE_DEVICES={visible} hides it")
-        kept["CUDA_VISIBLE_DEVICES"] = names[config.gpu]
-    return kept | {"OMP_NUM_THREADS": str(config.threads)}

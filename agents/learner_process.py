@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlenv.agents.learner_types import LearnerConfig, Scoring, StepMetrics
 from rlenv.agents.packing import Batch, FloatArray
@@ -40,15 +40,22 @@ def main() -> None:
     threading.Thread(target=_end_with_host, args=(host_pid,), daemon=True).start()
     connection: Connection[Any, Any] = Connection(descriptor)
     try:
-        _serve(connection, connection.recv())
+        serve(connection, connection.recv())
     except (EOFError, BrokenPipeError, ConnectionResetError):  # the host hung up
         return
+
+
+class Channel(Protocol):
+    """What messages come and go by."""
+
+    def send(self, message: tuple[Any, ...], /) -> None: ...
+    def recv(self) -> tuple[Any, ...]: ...
 
 
 class Server:
     """Answers requests for one learner and its sender."""
 
-    def __init__(self, config: LearnerConfig, connection: Connection[Any, Any]) -> None:
+    def __init__(self, config: LearnerConfig, connection: Channel) -> None:
         self._connection = connection
         self._learner = _load(config)
         self._sent_version: int | None = None
@@ -90,7 +97,7 @@ class Server:
 class RemoteClient:
     """The engine's weight-sync client, called in the host's process. A transport may call it from a thread."""
 
-    def __init__(self, connection: Connection[Any, Any], peer: Peer) -> None:
+    def __init__(self, connection: Channel, peer: Peer) -> None:
         self.peer = peer
         self._connection, self._lock = connection, threading.Lock()
         self._ended = False
@@ -122,7 +129,8 @@ class RemoteClient:
             raise RuntimeError(f"{method}: {content}")
 
 
-def _serve(connection: Connection[Any, Any], config: LearnerConfig) -> None:
+def serve(connection: Channel, config: LearnerConfig) -> None:
+    """Answer requests, one after another, for ever."""
     started = _attempt(Server, config, connection)
     while True:
         name, arguments = connection.recv()

@@ -31,6 +31,8 @@ from rlenv.rollout import Agent, EnvPool, rollout_group
 from rlenv.trajectories import TrajectoryFolder
 from rlenv.types import Group, Sample
 
+SILENT_STEPS = 3  # without any signal, after which a person is told
+
 
 class RunLearner(Learner, Scorer, Protocol):
     """What a whole run needs of a learner."""
@@ -38,8 +40,6 @@ class RunLearner(Learner, Scorer, Protocol):
     async def save(self, folder: Path) -> None:
         """Write model and tokenizer for transformers; the folder appears whole."""
 
-
-SILENT_STEPS = 3  # without any signal, after which a person is told
 
 # Starts an engine and a learner of the same weights, and ends both.
 OpenParts = Callable[[TrainConfig], AbstractAsyncContextManager[tuple[Engine, RunLearner]]]

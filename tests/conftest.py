@@ -255,16 +255,22 @@ def vllm_group_case(vllm_group: EngineGroup) -> EngineCase:
 
 
 @pytest.fixture(scope="session")
-def ray_engine() -> Iterator[Engine]:
-    """The real engine in an actor of a local Ray, both started once."""
+def local_ray() -> Iterator[None]:
+    """A Ray of this machine, started once."""
     import ray
 
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def ray_engine(local_ray: None) -> Iterator[Engine]:
+    """The real engine in an actor, started once."""
     from rlenv.engine.ray import RayEngine
 
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     with RayEngine(default_model(), device="cpu", max_model_len=256, cpu_cores="1") as engine:
         yield engine
-    ray.shutdown()
 
 
 @pytest.fixture

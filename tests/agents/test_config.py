@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rlenv.agents.config import TrainConfig, check_surroundings
-from rlenv.agents.learner_handle import _environment
+from rlenv.agents.learner_link import _environment
 from rlenv.agents.learner_types import LearnerConfig
 from rlenv.agents.parts import learner_config, open_parts
 from rlenv.engine.transfer.plugin import IPC, NCCL, SHARED_MEMORY

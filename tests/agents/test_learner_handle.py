@@ -74,10 +74,14 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def start(model: str, orders: Path, order: str = "") -> LearnerHandle:
+def start(model: str, orders: Path, order: str = "", *, by: str = "process") -> LearnerHandle:
     orders.write_text(order)
     config = LearnerConfig(model, lr=1e-2, sender="fake_sender:FakeSender", transfer_backend=str(orders))
-    return LearnerHandle(config)
+    if by == "process":
+        return LearnerHandle(config)
+    from rlenv.agents.ray_learner import RayLearner
+
+    return RayLearner(config, actor={"num_cpus": 0, "runtime_env": {"env_vars": {"PYTHONPATH": str(HERE)}}})
 
 
 @pytest.fixture(scope="module")
@@ -90,13 +94,18 @@ def _environment() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def alive(model_folder: str, tmp_path_factory: pytest.TempPathFactory, _environment: None) -> Iterator[Shared]:
+@pytest.fixture(scope="module", params=["process", pytest.param("ray", marks=pytest.mark.slow)])
+def alive(
+    model_folder: str, tmp_path_factory: pytest.TempPathFactory, _environment: None, request: pytest.FixtureRequest
+) -> Iterator[Shared]:
+    if request.param == "ray":
+        request.getfixturevalue("local_ray")
     orders = tmp_path_factory.mktemp("orders") / "order"
-    shared = Shared(start(model_folder, orders), orders)
+    shared = Shared(start(model_folder, orders, by=request.param), orders)
+    pid = shared.learner.pid
     yield shared
     shared.learner.close()
-    assert not is_alive(shared.learner.pid)
+    wait_until(lambda: not is_alive(pid), 10)
 
 
 @pytest.fixture
@@ -224,6 +233,7 @@ def test_the_sender_is_told_which_engine_it_sends_to(shared: Shared) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("alive", ["process"], indirect=True)
 def test_ctrl_c_is_the_hosts_to_handle(shared: Shared) -> None:
     asyncio.run(shared.learner.ready())
     os.kill(shared.learner.pid, signal.SIGINT)
@@ -246,6 +256,47 @@ def test_a_death_of_the_process_is_an_error_with_its_exit_code(model_folder: str
     learner.close()
     with pytest.raises(LearnerError, match="was closed: no logprobs"):
         learner.logprobs([[1, 2]])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_environment")
+def test_a_death_of_the_actor_is_an_error_at_once(local_ray: None, model_folder: str, tmp_path: Path) -> None:
+    learner = start(model_folder, tmp_path / "order", "spin", by="ray")
+    asyncio.run(learner.ready())
+    learner.check()
+    client, heard = RecordingClient(), []
+
+    def send() -> None:
+        try:
+            learner.send(client)
+        except LearnerError as error:
+            heard.append(str(error))
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    wait_until(lambda: bool(client.calls), 60)
+    os.kill(learner.pid, signal.SIGKILL)
+    thread.join(20)
+    assert heard and "the learner's actor ended during send" in heard[0]
+    with pytest.raises(LearnerError, match="ended during a wait for data"):
+        learner.check()
+    learner.close()
+    learner.close()
+    with pytest.raises(LearnerError, match="was closed: no logprobs"):
+        learner.logprobs([[1, 2]])
+
+
+def test_ray_is_started_first_and_chooses_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    from rlenv.agents.ray_learner import RayLearner
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(ConfigError, match=r"call ray\.init\(\) first"):
+        RayLearner(LearnerConfig("m"))
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match="leave gpu=1 out"):
+        RayLearner(LearnerConfig("m", device="cuda", gpu=1))
 
 
 @pytest.mark.slow

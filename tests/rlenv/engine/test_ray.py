@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from rlenv.agents.learner_types import LearnerConfig
 from rlenv.errors import ConfigError, EngineDeadError
 from rlenv.models import default_model
 from rlenv.types import Sample
@@ -83,6 +84,21 @@ def test_death_under_an_update_fails_all_calls_and_a_restart_proves_the_weights(
     completion = engine.generate_sync(ray_case.prompt_ids, LONG)
     assert completion.labels == {report.label}
     asyncio.run(engine.proven(completion.labels))
+
+
+@pytest.mark.engine
+def test_a_learner_in_an_actor_sends_its_weights_to_an_engine_in_another(ray_case: EngineCase) -> None:
+    from rlenv.agents.ray_learner import RayLearner
+
+    engine: Any = ray_case.engine
+    learner = RayLearner(LearnerConfig(default_model(), transfer_backend=engine.transport), actor={"num_cpus": 0})
+    try:
+        flying = engine.submit(ray_case.prompt_ids, LONG)
+        report = engine.update_weights_sync(learner, engine.weight_version + 1)
+        assert report.tensors > 10 and 0 < report.mismatch_max <= 1e-4
+        assert flying.result(60).finish_reason == "length"
+    finally:
+        learner.close()
 
 
 def _family() -> list[psutil.Process]:
