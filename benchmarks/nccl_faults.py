@@ -35,7 +35,7 @@ from rlenv.agents.hardware import hardware, versions
 from rlenv.agents.learner_handle import LearnerHandle
 from rlenv.agents.learner_types import LearnerConfig
 from rlenv.engine.base import Manifest, Peer, WeightSyncClient
-from rlenv.engine.transfer.nccl import SEND_DEADLINE_S, SLOWEST_BYTES_PER_S
+from rlenv.engine.transfer.patience import transfer_deadline_s
 from rlenv.engine.vllm import VLLMEngine
 from rlenv.errors import ConfigError, RlenvError
 from rlenv.types import Completion, Sample
@@ -199,7 +199,7 @@ class Bench:
 
     def _nccl_deadline_s(self) -> float:
         count = sum(path.stat().st_size for path in Path(self.model).glob("*.safetensors"))
-        return SEND_DEADLINE_S + count / SLOWEST_BYTES_PER_S
+        return transfer_deadline_s(count)
 
     async def _replace_learner(self, variables: Mapping[str, str]) -> None:
         self.learner.close()

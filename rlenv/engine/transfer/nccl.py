@@ -26,13 +26,12 @@ from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitI
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 from vllm.utils.nccl import unpinned_nccl_env
 
+from rlenv.engine.transfer.patience import size_of, transfer_deadline_s
 from rlenv.errors import ConfigError, EngineError, RlenvError
 
 T = TypeVar("T")
 
 JOIN_DEADLINE_S = 20.0  # for both sides to meet
-SEND_DEADLINE_S = 5.0  # for one model to go over, and
-SLOWEST_BYTES_PER_S = 1e9  # for each of its bytes; 2e10 were measured between two H200
 # Variables that may differ: where to log, how a machine is connected, when kernels start; not how data is cut.
 _OWN = (
     "NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT", "NCCL_DEBUG", "NCCL_HOME", "NCCL_HOSTID", "NCCL_IB_",
@@ -112,8 +111,7 @@ class MeetingNCCLWeightTransferEngine(NCCLWeightTransferEngine):
         group: Any = self.model_update_group
         if group is None:
             raise EngineError("no trainer has met this worker")
-        sizes = zip(update_info.shapes, update_info.dtype_names, strict=True)
-        count = sum(math.prod(shape) * getattr(torch, dtype).itemsize for shape, dtype in sizes)
+        count = size_of(zip(update_info.dtype_names, update_info.shapes, strict=True))
         with watched(group, count, "the trainer"):
             super().receive_weights(update_info)
 
@@ -243,7 +241,7 @@ def watched(group: WatchedCommunicator, count: int, whom: str) -> Iterator[None]
 
     Raises EngineError then. After any error the group is closed: nobody knows how far the other side got.
     """
-    deadline_s = SEND_DEADLINE_S + count / SLOWEST_BYTES_PER_S
+    deadline_s = transfer_deadline_s(count)
     late = threading.Event()
 
     def give_up() -> None:

@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 from rlenv.engine.base import Manifest, PauseMode, Peer, UpdateReport, WeightSender
 from rlenv.engine.threads import in_thread
+from rlenv.engine.transfer.patience import SLOWEST_BYTES_PER_S, size_of
 from rlenv.engine.transfer.proof import CanaryResult, Ledger, Mismatch, WeightRows, check_canaries, check_fingerprints
 from rlenv.errors import ConfigError, EngineDeadError, EngineError, WeightUpdateError
 
@@ -122,8 +123,10 @@ class WeightUpdater:
         self.condemned = error
         if self._control.ended:
             return
-        await _answered(self._control, self._control.drop_all())
-        await _answered(self._control, self._control.release())
+        size = size_of((row[2], row[3]) for row in self._held["checkpoint"])  # its worker may wait for the rest of it
+        patience_s = ANSWER_DEADLINE_S + size / SLOWEST_BYTES_PER_S
+        await _answered(self._control, self._control.drop_all(), patience_s)
+        await _answered(self._control, self._control.release(), patience_s)
 
     async def _carry_out(self, attempt: _Attempt, sender: WeightSender, refuted: int) -> UpdateReport:
         """One attempt. One that is cancelled half way leaves an engine that says so, not one that stays paused."""
@@ -226,7 +229,7 @@ class _Attempt:
             if self._asked is not None:
                 self._asked.cancel()  # if it is still asked, nobody waits for it any more
             if self._paused and not self.touched:
-                await _answered(self.control, self.control.release())
+                await _answered(self.control, self.control.release(), ANSWER_DEADLINE_S)
         if not self._finished:
             raise self.failed("the sender returned without having sent anything")
         return manifest
@@ -292,10 +295,10 @@ class _Attempt:
         )
 
 
-async def _answered(control: Control, call: Coroutine[Any, Any, None]) -> None:
+async def _answered(control: Control, call: Coroutine[Any, Any, None], patience_s: float) -> None:
     """Await what lets requests go on. An engine that does not answer is declared dead, which ends this call, too."""
     try:
-        await asyncio.wait_for(call, ANSWER_DEADLINE_S)
+        await asyncio.wait_for(call, patience_s)
     except TimeoutError:
         control.die("does not answer")
         await asyncio.sleep(0)

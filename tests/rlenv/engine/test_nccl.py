@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer import nccl_engine
 from vllm.utils import nccl as vllm_nccl
 
 from rlenv.engine.base import Peer
-from rlenv.engine.transfer import nccl
+from rlenv.engine.transfer import nccl, patience
 from rlenv.engine.transfer.nccl import MeetingNCCLWeightTransferEngine, compare, nccl_facts
 from rlenv.engine.transfer.plugin import NCCL
 from rlenv.engine.transfer.sender import ModelSender
@@ -360,7 +360,7 @@ def test_a_learner_that_dies_in_mid_transfer_leaves_a_worker_that_says_so(
 ) -> None:
     client = lab.engine()
     sender.send(client)
-    monkeypatch.setattr(nccl, "SEND_DEADLINE_S", 0.2)
+    monkeypatch.setattr(patience, "SEND_DEADLINE_S", 0.2)
     info = {"names": ["wide"], "dtype_names": ["float32"], "shapes": [[64, 64]]}
     began = time.monotonic()
     with pytest.raises(EngineError, match=r"waited 0.2 s for the trainer"):
@@ -369,7 +369,7 @@ def test_a_learner_that_dies_in_mid_transfer_leaves_a_worker_that_says_so(
     with pytest.raises(EngineError, match="closed"):
         client.update_weights(info)
     other = ModelSender(Model(), backend=NCCL)  # the learner that comes after it
-    monkeypatch.setattr(nccl, "SEND_DEADLINE_S", 20.0)
+    monkeypatch.setattr(patience, "SEND_DEADLINE_S", 20.0)
     other.send(client)
     assert arrived(client, other)
 
@@ -397,7 +397,7 @@ def test_a_broadcast_that_nobody_takes_is_given_up(
 ) -> None:
     client = lab.engine()
     sender.send(client)
-    monkeypatch.setattr(nccl, "SEND_DEADLINE_S", 0.2)
+    monkeypatch.setattr(patience, "SEND_DEADLINE_S", 0.2)
     lab.groups[0].waits = True
     with pytest.raises(EngineError, match=r"waited 0.2 s for the (engine|trainer)"):
         sender.send(client)

@@ -150,6 +150,23 @@ def test_sender_that_hangs_with_half_an_update_loaded_is_tried_again() -> None:
     assert control.calls[-2:] == ["drop_all", "release"]
 
 
+def test_an_engine_may_answer_the_later_the_larger_its_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(update, "SLOWEST_BYTES_PER_S", 8 / 0.3)  # of which the model has 8
+
+    class Late(Control):
+        async def drop_all(self) -> None:
+            await asyncio.sleep(0.2)  # its worker is still in the transfer that was given up
+            await self._call("drop_all")
+
+    control = Late()
+    refused(control, Sender("finish"))
+    assert control.calls[-2:] == ["drop_all", "release"]
+    monkeypatch.setattr(update, "SLOWEST_BYTES_PER_S", 1e9)
+    control = Late()
+    refused(control, Sender("finish"))
+    assert "does not answer" in control.calls
+
+
 @pytest.mark.parametrize("error", [ConfigError("NCCL is pinned otherwise"), LearnerError("the learner is gone")])
 def test_second_attempt_that_cannot_even_begin_leaves_no_engine_paused_with_half_an_update(error: Exception) -> None:
     class Broken(Sender):
