@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,7 +69,7 @@ class LearnerHandle:
 
     async def save(self, folder: Path) -> None:
         """Write model and tokenizer, loadable by transformers; the folder appears whole or not at all."""
-        await in_thread(self._call, "save", str(folder))
+        await in_thread(lambda: self._call("save", os.path.abspath(folder)))  # it may work in another folder
 
     def send(self, client: WeightSyncClient) -> Manifest:
         """Let the learner's process send its weights; it reaches `client` through this one.

@@ -15,6 +15,7 @@ from fakes import FakeLearner
 
 from rlenv.agents import AsyncAgent, TrainConfig
 from rlenv.agents.parts import learner_config
+from rlenv.agents.run import OpenParts
 from rlenv.engine.scripted import ScriptedEngine
 from rlenv.errors import ConfigError
 from rlenv.types import Sample, View
@@ -24,26 +25,25 @@ SMALL = {"steps": 2, "groups_per_step": 2, "group_size": 2, "eval_problems": 2}
 
 
 @pytest.fixture
-def fake_parts(scripted: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def parts(scripted: Start) -> OpenParts:
+    """Whatever a run asks for, it gets a scripted engine."""
     engine = scripted(lambda prompt, sample: "\\boxed{1}", delay=0.001)
 
     @contextlib.asynccontextmanager
-    async def parts(config: TrainConfig) -> AsyncIterator[tuple[ScriptedEngine, FakeLearner]]:
+    async def opened(config: TrainConfig) -> AsyncIterator[tuple[ScriptedEngine, FakeLearner]]:
         yield engine, FakeLearner()
 
-    monkeypatch.setattr("rlenv.agents.agent.open_parts", parts)
+    return opened
 
 
-@pytest.mark.usefixtures("fake_parts")
-def test_it_trains_from_a_plain_script(tmp_path: Path) -> None:
-    agent = AsyncAgent("math-v0", run_dir=str(tmp_path / "run"), **SMALL)
+def test_it_trains_from_a_plain_script(parts: OpenParts, tmp_path: Path) -> None:
+    agent = AsyncAgent("math-v0", parts=parts, run_dir=str(tmp_path / "run"), **SMALL)
     assert agent.train(steps=3).summary["updates"] == 3
 
 
-@pytest.mark.usefixtures("fake_parts")
-def test_it_trains_where_an_event_loop_runs_already(tmp_path: Path) -> None:
+def test_it_trains_where_an_event_loop_runs_already(parts: OpenParts, tmp_path: Path) -> None:
     async def notebook() -> None:
-        agent = AsyncAgent("math-v0", run_dir=str(tmp_path / "run"), **SMALL)
+        agent = AsyncAgent("math-v0", parts=parts, run_dir=str(tmp_path / "run"), **SMALL)
         assert agent.train().summary["updates"] == 2
 
     asyncio.run(notebook())
@@ -51,10 +51,9 @@ def test_it_trains_where_an_event_loop_runs_already(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(60)
-@pytest.mark.usefixtures("fake_parts")
-def test_an_interrupt_in_a_notebook_ends_the_run_in_order(tmp_path: Path) -> None:
+def test_an_interrupt_in_a_notebook_ends_the_run_in_order(parts: OpenParts, tmp_path: Path) -> None:
     async def notebook() -> None:
-        agent = AsyncAgent("math-v0", run_dir=str(tmp_path / "run"), **{**SMALL, "steps": 10_000})
+        agent = AsyncAgent("math-v0", parts=parts, run_dir=str(tmp_path / "run"), **{**SMALL, "steps": 10_000})
         threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
         with pytest.raises(KeyboardInterrupt):
             agent.train()
@@ -69,8 +68,7 @@ def test_an_interrupt_in_a_notebook_ends_the_run_in_order(tmp_path: Path) -> Non
         signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.usefixtures("fake_parts")
-def test_an_agent_of_ones_own_decides_what_is_sampled(tmp_path: Path) -> None:
+def test_an_agent_of_ones_own_decides_what_is_sampled(parts: OpenParts, tmp_path: Path) -> None:
     seen: list[float] = []
 
     class Curious:
@@ -81,7 +79,7 @@ def test_an_agent_of_ones_own_decides_what_is_sampled(tmp_path: Path) -> None:
             seen.append(self.sample.temperature)
             return self.sample
 
-    AsyncAgent("math-v0", agent=Curious, run_dir=str(tmp_path / "run"), temperature=0.7, **SMALL).train()
+    AsyncAgent("math-v0", agent=Curious, parts=parts, run_dir=str(tmp_path / "run"), temperature=0.7, **SMALL).train()
     assert set(seen) == {0.0, 0.7, 1.0}
 
 
