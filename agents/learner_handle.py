@@ -45,7 +45,10 @@ class LearnerHandle:
     @property
     def pid(self) -> int:
         """Of the learner's process, on its machine."""
-        return self._link.pid
+        try:
+            return self._link.pid
+        except ConnectionError as error:
+            raise self._death("pid") from error
 
     async def ready(self) -> None:
         """Wait until the model is loaded; whatever is asked sooner waits for it, too."""

@@ -315,6 +315,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(
             f"weights go to a CPU by shared memory: add --device cuda, or leave --transport {arguments.transport}"
         )
+    if arguments.model and not Path(arguments.model, "config.json").is_file():
+        parser.error(f"no model in {arguments.model}: name the folder that holds its config.json")
     arguments.shape = arguments.shape or ("tiny" if arguments.device == "cpu" else "0.6b")
     arguments.std = arguments.std or {"tiny": 0.08, "0.6b": 0.03}[arguments.shape]
     return arguments

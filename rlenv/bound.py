@@ -138,7 +138,8 @@ class EngineBoundEnv(gymnasium.Wrapper[str, Any, str, str]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EngineBoundEnv:
         twin = EngineBoundEnv(copy.deepcopy(self.env, memo), self.engine, system=self._system, renderer=self._renderer)
-        twin._messages, twin._ids, twin._failure = [*self._messages], [*self._ids], self._failure
+        twin._messages, twin._ids = [*self._messages], [*self._ids]
+        twin._failure, twin._name = self._failure, self._name
         return twin
 
     def __getstate__(self) -> NoReturn:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from rlenv.engine.base import PauseMode
 from rlenv.engine.settings import context_of, model_folder
@@ -34,7 +34,8 @@ from rlenv.types import Completion, Sample
 START_S = 600.0  # for Ray to place the actor and vLLM to start in it
 CLOSE_S = 30.0
 DEATH_CHECK_S = 0.2
-MAX_CALLS = 100_000  # a pause must not queue behind the requests that it is to hold
+# A pause must not queue behind the requests that it is to hold; an actor that Ray began anew would have no vLLM.
+_OURS = {"max_concurrency": 100_000, "max_restarts": 0, "max_task_retries": 0}
 
 
 class RayEngine(UpdatingEngine):
@@ -57,7 +58,7 @@ class RayEngine(UpdatingEngine):
             raise ConfigError("Ray is not there: call ray.init() first, or ray.init(address='auto') on a cluster")
         folder = model_folder(model)
         super().__init__(folder, max_model_len or context_of(folder))
-        self._options = {"num_cpus": 1, "max_concurrency": MAX_CALLS, **(actor or {})}
+        self._options = {"num_cpus": 1, **(actor or {}), **_OURS}
         self._settings = {**settings, "max_model_len": self.max_model_len}
         self._actor: Any = None
         self._lost = False  # whether the actor, or vLLM in it, ended by itself
@@ -79,6 +80,7 @@ class RayEngine(UpdatingEngine):
         try:
             facts = await asyncio.wait_for(self._ask("open", self.model, self._settings), START_S)
         except TimeoutError:
+            self._lost = True  # nobody is there to be asked to close
             raise EngineError(f"Ray did not start {self.model!r} in {START_S:.0f} s: has it {self._options}?") from None
         self.dtype, self.transport, self.proof = facts["dtype"], facts["transport"], True
         self._watcher = asyncio.create_task(self._watch(self._actor))
@@ -95,7 +97,7 @@ class RayEngine(UpdatingEngine):
         except RayTaskError as error:
             self._lost |= isinstance(error.cause, EngineDeadError)
             raise error.cause from None
-        except RayActorError as error:
+        except RayError as error:  # of the actor, of its machine's memory, or of where it was to be placed
             self._lost = True
             raise EngineDeadError(f"the actor of engine {self.model!r} died: {error}") from None
 
@@ -144,7 +146,7 @@ class RayEngine(UpdatingEngine):
     # ------------------------------------------------------------------ life cycle
 
     async def _watch(self, actor: Any) -> None:
-        with contextlib.suppress(RayActorError, RayTaskError):
+        with contextlib.suppress(RayError):
             await asyncio.wrap_future(actor.ended.remote().future())
         if actor is self._actor:
             self._lost = True

@@ -1,4 +1,5 @@
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -74,14 +75,15 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def start(model: str, orders: Path, order: str = "", *, by: str = "process") -> LearnerHandle:
+def start(model: str, orders: Path, order: str = "", *, by: str = "process", **actor: Any) -> LearnerHandle:
     orders.write_text(order)
     config = LearnerConfig(model, lr=1e-2, sender="fake_sender:FakeSender", transfer_backend=str(orders))
     if by == "process":
         return LearnerHandle(config)
     from rlenv.agents.ray_learner import RayLearner
 
-    return RayLearner(config, actor={"num_cpus": 0, "runtime_env": {"env_vars": {"PYTHONPATH": str(HERE)}}})
+    environment = {"runtime_env": {"env_vars": {"PYTHONPATH": str(HERE)}}}
+    return RayLearner(config, actor={"num_cpus": 0, **environment, **actor})
 
 
 @pytest.fixture(scope="module")
@@ -284,6 +286,49 @@ def test_a_death_of_the_actor_is_an_error_at_once(local_ray: None, model_folder:
     learner.close()
     with pytest.raises(LearnerError, match="was closed: no logprobs"):
         learner.logprobs([[1, 2]])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_environment")
+def test_a_learner_that_ray_cannot_place_is_an_error_and_stays_one(
+    local_ray: None, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlenv.agents.ray_learner.START_S", 1.0)
+    learner = start(model_folder, tmp_path / "order", by="ray", resources={"nowhere": 1})
+    for _ in range(2):
+        with pytest.raises(LearnerError, match=r"did not place the learner in 1 s: has it .*nowhere"):
+            learner.logprobs([[1, 2]])
+    learner.close()
+
+
+class Unreadable:
+    """Cannot be unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os._exit, ("no number",)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_environment")
+def test_a_request_that_cannot_be_read_ends_the_learner_with_its_reason(
+    local_ray: None, model_folder: str, tmp_path: Path
+) -> None:
+    learner = start(model_folder, tmp_path / "order", by="ray")
+    with pytest.raises(LearnerError, match=r"(?s)actor ended during step.*TypeError"):
+        asyncio.run(asyncio.wait_for(learner.step(Unreadable()), 60))
+    with pytest.raises(LearnerError, match="TypeError"):
+        learner.check()
+    learner.close()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_environment")
+def test_a_learner_that_nobody_holds_ends(local_ray: None, model_folder: str, tmp_path: Path) -> None:
+    learner = start(model_folder, tmp_path / "order", by="ray")
+    pid = learner.pid
+    del learner
+    gc.collect()
+    wait_until(lambda: not is_alive(pid), 10)
 
 
 def test_ray_is_started_first_and_chooses_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

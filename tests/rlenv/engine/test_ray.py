@@ -39,6 +39,17 @@ def test_setting_that_cannot_work_is_told_from_the_actor(ray_case: EngineCase) -
 
 
 @pytest.mark.engine
+def test_actor_that_ray_can_place_nowhere_is_an_error_of_the_engine(ray_case: EngineCase) -> None:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from rlenv.engine.ray import RayEngine
+
+    gone = NodeAffinitySchedulingStrategy("ab" * 28, soft=False)
+    with pytest.raises(EngineDeadError, match="died"):
+        RayEngine(default_model(), actor={"num_cpus": 0, "scheduling_strategy": gone}, device="cpu")
+
+
+@pytest.mark.engine
 def test_actor_that_dies_while_its_engine_starts_is_an_error(ray_case: EngineCase) -> None:
     import ray
 
