@@ -265,8 +265,9 @@ def _prompt(renderer: Renderer, question: str) -> list[int]:
 
 
 def _split(completion: Completion) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Its tokens of version 0 and of version 1."""
-    assert [span.version for span in completion.spans] == [0, 1], completion.spans
+    """Its tokens of version 0 and of version 1. Raises SystemExit if it ended before the swap."""
+    if [span.version for span in completion.spans] != [0, 1]:
+        raise SystemExit(f"{completion.request_id} ended before the engine was paused: give --tokens more")
     border = completion.spans[0].end
     return completion.token_ids[:border], completion.token_ids[border:]
 
@@ -306,7 +307,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--transport", choices=("ipc", "nccl", "shm"), default=None, help="on GPUs; default: ipc")
     parser.add_argument("--shape", choices=tuple(SHAPES), default=None, help="default: tiny on a CPU, 0.6b on a GPU")
     parser.add_argument("--model", help="folder of a model to train a little, in place of random weights of a shape")
-    parser.add_argument("--tokens", type=int, default=200, help="tokens a request")
+    parser.add_argument("--tokens", type=int, default=None, help="tokens a request; default: 400 tiny, 200 0.6b")
     parser.add_argument("--threshold", type=int, default=40, help="swap once a request beside them has sampled so many")
     parser.add_argument("--std", type=float, default=None, help="of the random weights; default: 0.08 tiny, 0.03 0.6b")
     parser.add_argument("--out", help="where the JSON goes")
@@ -318,6 +319,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.model and not Path(arguments.model, "config.json").is_file():
         parser.error(f"no model in {arguments.model}: name the folder that holds its config.json")
     arguments.shape = arguments.shape or ("tiny" if arguments.device == "cpu" else "0.6b")
+    arguments.tokens = arguments.tokens or {"tiny": 400, "0.6b": 200}[arguments.shape]
     arguments.std = arguments.std or {"tiny": 0.08, "0.6b": 0.03}[arguments.shape]
     return arguments
 
