@@ -140,9 +140,7 @@ class LearnerActor:
     def _serve(self, config: LearnerConfig) -> None:
         try:
             serve(self._channel, config)
-        except (
-            BaseException
-        ):  # a request or an answer that cannot be pickled, or SystemExit: the driver is to hear of it
+        except BaseException:  # what cannot be pickled, or SystemExit: the driver is to hear of it
             self._end = traceback.format_exc()
         finally:
             self._channel.answers.put(b"")

@@ -243,6 +243,22 @@ def test_ctrl_c_is_the_hosts_to_handle(shared: Shared) -> None:
     assert os.getpgid(shared.learner.pid) != os.getpgid(0)
 
 
+def sending(learner: LearnerHandle) -> tuple[threading.Thread, list[str]]:
+    """A thread in the midst of a `send` that never ends by itself, and the LearnerErrors that it will hear."""
+    client, heard = RecordingClient(), list[str]()
+
+    def send() -> None:
+        try:
+            learner.send(client)
+        except LearnerError as error:
+            heard.append(str(error))
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    wait_until(lambda: bool(client.calls), 60)
+    return thread, heard
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("_environment")
 def test_a_death_of_the_process_is_an_error_with_its_exit_code(model_folder: str, tmp_path: Path) -> None:
@@ -266,17 +282,7 @@ def test_a_death_of_the_actor_is_an_error_at_once(local_ray: None, model_folder:
     learner = start(model_folder, tmp_path / "order", "spin", by="ray")
     asyncio.run(learner.ready())
     learner.check()
-    client, heard = RecordingClient(), []
-
-    def send() -> None:
-        try:
-            learner.send(client)
-        except LearnerError as error:
-            heard.append(str(error))
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    wait_until(lambda: bool(client.calls), 60)
+    thread, heard = sending(learner)
     os.kill(learner.pid, signal.SIGKILL)
     thread.join(20)
     assert heard and "the learner's actor ended during send" in heard[0]
@@ -356,17 +362,8 @@ def test_a_model_that_cannot_be_loaded_is_an_error_with_its_traceback(tmp_path: 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_environment")
 def test_closing_in_the_middle_of_a_request_ends_both(model_folder: str, tmp_path: Path) -> None:
-    learner, client, heard = start(model_folder, tmp_path / "order", "spin"), RecordingClient(), []
-
-    def send() -> None:
-        try:
-            learner.send(client)
-        except LearnerError as error:
-            heard.append(str(error))
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    wait_until(lambda: bool(client.calls), 60)
+    learner = start(model_folder, tmp_path / "order", "spin")
+    thread, heard = sending(learner)
     began = time.monotonic()
     learner.close()
     thread.join(5)
